@@ -1,0 +1,1 @@
+"""Approximation experiments on mixtures of experts: constructions, rates and plots."""

@@ -91,14 +91,13 @@ class FeedForward(nn.Module):
 def matmul(
     x: Float[Array, "*batch inner"], kernel: Float[Array, "inner outer"]
 ) -> Float[Array, "*batch outer"]:
-    """x kernel, accumulated in float32 and returned in the type of `x`."""
+    """X kernel, accumulated in float32 and returned in the type of `x`."""
     return jnp.dot(x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 @partial(jax.checkpoint, static_argnums=0)
 def _gated(activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:
-    """activation(gate) * up in float32; recomputed in the backward pass, which is cheaper than
-    storing the intermediate values."""
+    """activation(gate) * up in float32, recomputed backward: cheaper than storing its parts."""
     product = activation(gate.astype(jnp.float32)) * up.astype(jnp.float32)
     return product.astype(gate.dtype)
 

@@ -35,12 +35,14 @@ def grouped_matmul(
         lhs: rows sorted by group.
         rhs: one matrix a group, of the same type as `lhs`.
         group_sizes: non-negative, with a sum of at most `rows`.
-        implementation: one of `IMPLEMENTATIONS`; None picks `loop` on CPU and `ragged_dot` elsewhere.
+        implementation: one of `IMPLEMENTATIONS`; None picks `loop` on CPU, else
+            `ragged_dot`.
 
     Raises:
         ValueError: if the shapes or types do not fit, or the implementation is unknown.
     """
-    if lhs.shape[1] != rhs.shape[1] or rhs.shape[0] != group_sizes.shape[0]:
+    fits = (lhs.ndim, rhs.ndim, group_sizes.ndim) == (2, 3, 1)
+    if not fits or lhs.shape[1] != rhs.shape[1] or rhs.shape[0] != group_sizes.shape[0]:
         raise ValueError(
             f"lhs {lhs.shape}, rhs {rhs.shape} and group_sizes {group_sizes.shape} do not fit: "
             "expected [rows, inner], [groups, inner, outer] and [groups]"
@@ -152,6 +154,8 @@ def _block(
     return first, (row >= wanted) & (row < end)
 
 
+# Under vmap, ragged_dot accepts nothing but a batch of all its arguments: take them in turn.
+@jax.custom_batching.sequential_vmap
 def _ragged_rows(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     inside = _inside(lhs, group_sizes)
     lhs = jnp.where(inside, lhs, jnp.zeros_like(lhs))
@@ -160,6 +164,7 @@ def _ragged_rows(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     return jnp.where(inside, out, 0.0).astype(lhs.dtype)
 
 
+@jax.custom_batching.sequential_vmap
 def _ragged_groups(lhs: Array, gradient: Array, group_sizes: Array) -> Array:
     inside = _inside(lhs, group_sizes)
     numbers = jax.lax.RaggedDotDimensionNumbers(
@@ -192,7 +197,8 @@ def _dense_groups(lhs: Array, gradient: Array, group_sizes: Array) -> Array:
 
 
 def _inside(lhs: Array, group_sizes: Array) -> Array:
-    return (jnp.arange(lhs.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes))[:, None]
+    num_inside = jnp.sum(group_sizes, dtype=jnp.int32)
+    return (jnp.arange(lhs.shape[0], dtype=jnp.int32) < num_inside)[:, None]
 
 
 def _membership(lhs: Array, group_sizes: Array) -> Array:

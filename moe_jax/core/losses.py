@@ -14,9 +14,9 @@ def load_balance_loss(
 
     With f_e the share of the T K assignments that expert e receives and P_e its mean softmax
     probability, the loss is E sum_e f_e P_e: 1 when the gate is uniform or the load is perfectly
-    balanced, E when every token goes to one expert with certainty. The gradient flows through P
-    only. Scales elsewhere differ: at perfect balance MaxText, flaxformer and Hugging Face Mixtral
-    give K, levanter 1/K, Megablocks and DeepSpeed 1.
+    balanced, E / K when every token goes to the same K experts with certainty. The gradient flows
+    through P only. Scales elsewhere differ: at perfect balance MaxText, flaxformer and Hugging Face
+    Mixtral give K, levanter 1/K, Megablocks and DeepSpeed 1.
 
     Args:
         gate_logits: scores before the softmax.

@@ -38,8 +38,10 @@ class RoutingMetrics:
     """Summary of one layer's routing.
 
     Attributes:
-        load: float32[experts], share of the kept assignments each expert received; sums to 1.
-        balance: float32[], largest load over mean load: 1 at perfect balance, `experts` at worst.
+        load: float32[experts], share of the kept assignments each expert received; sums to 1, or to
+            0 if none is kept.
+        balance: float32[], largest load over mean load: 1 at perfect balance, experts / k at worst
+            if nothing is dropped; 0 if no assignment is kept.
         entropy: float32[], mean entropy of the gate's softmax in nats, at most log(experts).
         dropped: float32[], share of the unmasked tokens' assignments that were not kept.
     """
@@ -72,7 +74,7 @@ def top_k_routing(
     Raises:
         ValueError: if num_selected is not in [1, experts].
 
-    Reference: Shazeer et al. 2017 (arXiv 1701.06538); renormalised as in Mixtral (arXiv 2401.04088).
+    Reference: Shazeer et al. 2017 (arXiv 1701.06538); renormalised as in Mixtral (2401.04088).
     """
     num_tokens, num_experts = gate_logits.shape
     check_num_selected(num_selected, num_experts)
@@ -80,7 +82,10 @@ def top_k_routing(
         mask = jnp.ones(num_tokens, dtype=jnp.bool_)
     gate_logits = clear_masked(gate_logits, mask)
     probability = jax.nn.softmax(gate_logits, axis=-1)
-    weight, expert_index = jax.lax.top_k(probability, num_selected)
+    # Probabilities far below the largest are all 0, and logits tell 0 from -0 where none is larger.
+    log_probability = jax.nn.log_softmax(gate_logits, axis=-1)
+    _, expert_index = jax.lax.top_k(log_probability, num_selected)
+    weight = jnp.take_along_axis(probability, expert_index, axis=-1)
     if renormalize and num_selected > 1:
         weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
     keep = jnp.broadcast_to(mask[:, None], expert_index.shape)
@@ -102,8 +107,9 @@ def routing_metrics(routing: Routing) -> RoutingMetrics:
     load = kept / jnp.maximum(jnp.sum(kept), 1.0)
     weight = routing.mask.astype(jnp.float32)
     num_tokens = jnp.maximum(jnp.sum(weight), 1.0)
-    log_probability = jax.nn.log_softmax(routing.gate_logits, axis=-1)
-    entropy = -jnp.sum(jnp.exp(log_probability) * log_probability, axis=-1)
+    probability = jax.nn.softmax(routing.gate_logits, axis=-1)
+    # entr(0) is 0, where 0 log 0 is NaN: a logit may be -inf to close an expert.
+    entropy = jnp.sum(jax.scipy.special.entr(probability), axis=-1)
     num_wanted = num_tokens * jnp.float32(routing.keep.shape[-1])
     return RoutingMetrics(
         load=load,

@@ -13,11 +13,11 @@ from moe_jax.core.routing import Routing, check_num_selected, top_k_routing
 class SparseMoE(nn.Module):
     """Each token goes to the experts its gate scores highest; none is dropped.
 
-    y = sum_{e in S(x)} w_e(x) FFN_e(x) + sum_s FFN_s(x), with S(x) and w from `top_k_routing` on the
-    logits x G, and s over the shared experts, which see every token.
+    y = sum_{e in S(x)} w_e(x) FFN_e(x) + sum_s FFN_s(x), with S(x) and w from `top_k_routing` on
+    the logits x G, and s over the shared experts, which see every token.
 
-    Parameters, float32: `gate` [model, experts], `experts` as in `ExpertFFN`, and `shared_experts` as in
-    `FeedForward`.
+    Parameters, float32: `gate` [model, experts], `experts` as in `ExpertFFN`, and
+    `shared_experts` as in `FeedForward`.
 
     Attributes:
         num_experts: E.
@@ -52,11 +52,16 @@ class SparseMoE(nn.Module):
             The layer's output in the type of `x`, and the `Routing` of the flattened tokens.
 
         Raises:
-            ValueError: if num_selected is not in [1, num_experts].
+            ValueError: if num_selected is not in [1, num_experts], or the mask does not fit x.
         """
         check_num_selected(self.num_selected, self.num_experts)
         tokens = x.reshape(-1, x.shape[-1])
         if mask is not None:
+            # Checked before it is flattened: a transposed mask would fit and cover other tokens.
+            if mask.shape != x.shape[:-1]:
+                raise ValueError(
+                    f"mask {mask.shape} does not fit x {x.shape}: expected {x.shape[:-1]}"
+                )
             mask = mask.reshape(-1)
             # A NaN in padding would otherwise reach the weights' gradients as 0 NaN.
             tokens = jnp.where(mask[:, None], tokens, jnp.zeros_like(tokens))

@@ -1,0 +1,1 @@
+"""Decoder language models over text: data, model, training and decoding."""

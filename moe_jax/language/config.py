@@ -1,0 +1,120 @@
+"""Shape of a decoder language model."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from moe_jax.core.experts import ACTIVATIONS
+from moe_jax.core.routing import check_num_selected
+
+LAYER_KINDS = ("dense", "sparse")
+REMAT_POLICIES = ("none", "dots", "full")
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModelConfig:
+    """Shape of a decoder; validates itself.
+
+    Attributes:
+        vocab_size: number of token ids.
+        model_dim: width of the residual stream.
+        num_layers: attention and feed-forward pairs.
+        num_heads: query heads; `num_kv_heads` of keys and values are shared among them.
+        num_kv_heads: divides num_heads.
+        head_dim: width of a head, even; model_dim / num_heads if 0.
+        layer_pattern: kind of each layer, `dense` or `sparse`, repeated to num_layers.
+        hidden_dim: inner width of a dense layer's feed-forward network.
+        num_experts, num_selected, expert_hidden_dim, num_shared_experts, renormalize: see
+            `moe_jax.core.SparseMoE`; used by sparse layers.
+        activation: `silu` or `gelu`, gating the feed-forward networks.
+        qk_norm: normalise queries and keys (arXiv 2302.05442), which tolerates larger steps.
+        rope_base: base of the rotary frequencies (arXiv 2104.09864).
+        tie_embeddings: use the input embedding as output projection.
+        remat: what the backward pass recomputes: `none`, all but matrix products (`dots`), or all
+            within a layer (`full`).
+        scan_layers: compile equal layers once and loop over them; else unroll.
+        dtype: operands of the matrix products, `float32` or `bfloat16`. Parameters, residual
+            stream, gates and losses are float32.
+
+    Raises:
+        ValueError: naming the field, its value and what is accepted.
+    """
+
+    vocab_size: int
+    model_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 0
+    layer_pattern: tuple[str, ...] = ("sparse",)
+    hidden_dim: int = 0
+    num_experts: int = 0
+    num_selected: int = 0
+    expert_hidden_dim: int = 0
+    num_shared_experts: int = 0
+    renormalize: bool = True
+    activation: str = "silu"
+    qk_norm: bool = True
+    rope_base: float = 10_000.0
+    tie_embeddings: bool = False
+    remat: str = "none"
+    scan_layers: bool = True
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_pattern", tuple(self.layer_pattern))
+        for name in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads"):
+            _check_positive(self, name)
+        if self.head_dim == 0:
+            _check_divides(self, "num_heads", "model_dim")
+            object.__setattr__(self, "head_dim", self.model_dim // self.num_heads)
+        _check_positive(self, "head_dim")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
+        _check_divides(self, "num_kv_heads", "num_heads")
+        if not self.layer_pattern:
+            raise ValueError("layer_pattern=() must name at least one layer")
+        for kind in self.layer_pattern:
+            _check_one_of("layer_pattern", kind, LAYER_KINDS)
+        if "dense" in self.layer_kinds:
+            _check_positive(self, "hidden_dim")
+        if "sparse" in self.layer_kinds:
+            _check_positive(self, "num_experts")
+            check_num_selected(self.num_selected, self.num_experts)
+            _check_positive(self, "expert_hidden_dim")
+        if self.num_shared_experts < 0:
+            raise ValueError(f"num_shared_experts={self.num_shared_experts} must not be negative")
+        if not self.rope_base > 1:
+            raise ValueError(f"rope_base={self.rope_base} must exceed 1")
+        _check_one_of("activation", self.activation, tuple(ACTIVATIONS))
+        _check_one_of("remat", self.remat, REMAT_POLICIES)
+        _check_one_of("dtype", self.dtype, tuple(DTYPES))
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kind of every layer, the pattern repeated and cut to num_layers."""
+        repeats = -(-self.num_layers // len(self.layer_pattern))
+        return (self.layer_pattern * repeats)[: self.num_layers]
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Number of layers with a gate."""
+        return self.layer_kinds.count("sparse")
+
+
+def _check_positive(config: LanguageModelConfig, name: str) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def _check_divides(config: LanguageModelConfig, divisor: str, number: str) -> None:
+    small, large = getattr(config, divisor), getattr(config, number)
+    if large % small:
+        raise ValueError(f"{number}={large} is not divisible by {divisor}={small}")
+
+
+def _check_one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name}={value!r} is not one of {accepted}")

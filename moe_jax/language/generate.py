@@ -1,0 +1,80 @@
+"""Sampling text from a language model."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+
+from moe_jax.language.model import LanguageModel
+
+
+def generate(
+    key: Array,
+    model: LanguageModel,
+    params: PyTree,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    context_length: int,
+    temperature: float = 1.0,
+    stop: int | None = None,
+) -> list[int]:
+    """Continues a prompt, drawing each token from softmax(logits / temperature).
+
+    Every step runs the model over the last `context_length` tokens; nothing is cached.
+
+    Args:
+        key: random key.
+        model: the model.
+        params: its parameters.
+        prompt: token ids, at least one, usually starting with BOS.
+        max_new_tokens: number of tokens drawn at most.
+        context_length: tokens the model sees, at most those it was trained with.
+        temperature: 0 takes the most likely token.
+        stop: token id that ends the text; it is not returned.
+
+    Returns:
+        The new tokens.
+
+    Raises:
+        ValueError: if the prompt is empty, or a number is out of range.
+    """
+    if not prompt:
+        raise ValueError("prompt is empty; give at least one token, such as BOS")
+    if context_length < 1 or max_new_tokens < 0 or not temperature >= 0:
+        raise ValueError(
+            f"context_length={context_length} must be positive, max_new_tokens={max_new_tokens} "
+            f"and temperature={temperature} not negative"
+        )
+    tokens = list(prompt)
+    for index in range(max_new_tokens):
+        window = tokens[-context_length:]
+        padded = jnp.zeros((1, context_length), dtype=jnp.int32)
+        padded = padded.at[0, : len(window)].set(jnp.asarray(window, dtype=jnp.int32))
+        drawn = _draw(
+            jax.random.fold_in(key, index), model, params, padded, len(window), temperature
+        )
+        if int(drawn) == stop:
+            break
+        tokens.append(int(drawn))
+    return tokens[len(prompt) :]
+
+
+@partial(jax.jit, static_argnums=1)
+def _draw(
+    key: Array,
+    model: LanguageModel,
+    params: PyTree,
+    tokens: Int[Array, "1 length"],
+    num_tokens: int | Int[Array, ""],
+    temperature: float | Array,
+) -> Int[Array, ""]:
+    """Draws the token after the first `num_tokens`; those that follow are padding."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    segment_ids = (index < num_tokens).astype(jnp.int32)[None, :]
+    logits, _ = model.apply({"params": params}, tokens, segment_ids)
+    last = logits[0, num_tokens - 1]
+    warm = jax.random.categorical(key, last / jnp.maximum(temperature, 1e-6))
+    return jnp.where(temperature > 0, warm, jnp.argmax(last)).astype(jnp.int32)

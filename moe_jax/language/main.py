@@ -1,0 +1,333 @@
+"""Trains a language model on text.
+
+python -m moe_jax.language.main --config=configs/language/stdlib_moe.py --workdir=runs/stdlib_moe
+
+Started again with the same command, it goes on from the newest checkpoint in the workdir. Any entry
+of the configuration can be set on the command line: --config.model.num_experts=16.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags, logging
+from jaxtyping import PyTree
+from ml_collections import config_flags
+
+from moe_jax.language.batches import make_batches
+from moe_jax.language.config import LanguageModelConfig
+from moe_jax.language.corpus import Corpus, load_corpus
+from moe_jax.language.counts import count_parameters, training_flops_per_token
+from moe_jax.language.evaluate import Evaluation, make_evaluation, sample_documents
+from moe_jax.language.fit import LossConfig, batch_weight, make_loss_function
+from moe_jax.language.generate import generate
+from moe_jax.language.model import LanguageModel
+from moe_jax.language.plots import plot_expert_load, plot_loss
+from moe_jax.language.tokenizer import Tokenizer, load_tokenizer
+from moe_jax.training.checkpoints import Checkpoints
+from moe_jax.training.configs import check_known, from_mapping
+from moe_jax.training.interrupts import Interrupts, exit_code
+from moe_jax.training.loop import LoopConfig, TrainingDivergedError, restore_or_init, train
+from moe_jax.training.memory import keep_freed_memory
+from moe_jax.training.metrics import MetricWriter, read_metrics
+from moe_jax.training.optimizer import OptimizerConfig, make_optimizer
+from moe_jax.training.progress import Progress
+from moe_jax.training.state import TrainState, init_state
+from moe_jax.training.step import make_train_step
+from moe_jax.training.workdir import lock_workdir, prepare_workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train on; validates itself.
+
+    Attributes:
+        source, text_key, held_out_fraction: see `load_corpus`.
+        tokenizer: path of a Hugging Face tokenizer.json; "" for bytes.
+        cache_dir: folder of the token arrays; "" for `cache` in the workdir.
+        batch_size: rows of a step, all micro-batches together.
+        sequence_length: tokens of a row.
+        accumulate: micro-batches a step is cut into.
+        eval_tokens: held-out tokens scored during training; the end scores all of them.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    source: str = ""
+    text_key: str = "text"
+    held_out_fraction: float = 0.05
+    tokenizer: str = ""
+    cache_dir: str = ""
+    batch_size: int = 16
+    sequence_length: int = 256
+    accumulate: int = 1
+    eval_tokens: int = 65_536
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length", "accumulate", "eval_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not divisible by accumulate={self.accumulate}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """The text sampled at the end: its beginning, number of tokens, and temperature."""
+
+    prompt: str = ""
+    num_tokens: int = 400
+    temperature: float = 0.7
+
+
+class Settings(NamedTuple):
+    """The sections of a configuration, checked."""
+
+    seed: int
+    data: DataConfig
+    optimizer: OptimizerConfig
+    loss: LossConfig
+    train: LoopConfig
+    sample: SampleConfig
+    model: Mapping[str, Any]
+
+
+SECTIONS = {
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "loss": LossConfig,
+    "train": LoopConfig,
+    "sample": SampleConfig,
+}
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Checks a configuration; see `configs/language/stdlib_moe.py` for one.
+
+    The model's vocab_size may be left out: it is then the tokenizer's.
+
+    Raises:
+        ValueError: naming the key, its value and what is accepted.
+    """
+    check_known(config, {"seed": 0, "model": 0, **SECTIONS}, "")
+    sections: dict[str, Any] = {
+        name: from_mapping(cls, config.get(name, {}), name) for name, cls in SECTIONS.items()
+    }
+    model = dict(config.get("model", {}).items())
+    from_mapping(LanguageModelConfig, {"vocab_size": 1} | model, "model")
+    return Settings(seed=config.get("seed", 0), model=model, **sections)
+
+
+def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
+    """Trains, evaluates, draws and samples; resumes if the workdir holds a checkpoint.
+
+    Writes to the workdir: `checkpoints/`, `metrics.jsonl`, TensorBoard events, `evaluation.json`
+    with the bits of every held-out document, and `figures/`.
+
+    Returns:
+        The exit status: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ValueError: for a configuration, corpus, workdir or checkpoint that cannot be used.
+        TrainingDivergedError: see `moe_jax.training.loop.train`.
+    """
+    settings = read_settings(config)
+    folder = prepare_workdir(workdir)
+    with Interrupts() as interrupts, lock_workdir(folder):
+        tokenizer = load_tokenizer(settings.data.tokenizer)
+        corpus = load_corpus(
+            settings.data.source,
+            tokenizer,
+            held_out_fraction=settings.data.held_out_fraction,
+            cache_dir=settings.data.cache_dir or folder / "cache",
+            text_key=settings.data.text_key,
+        )
+        model = LanguageModel(_model_config(settings.model, tokenizer))
+        _describe(model.config, corpus)
+        evaluate = make_evaluation(
+            model,
+            sequence_length=settings.data.sequence_length,
+            batch_size=settings.data.batch_size // settings.data.accumulate,
+            pad_id=tokenizer.pad_id,
+        )
+        state = _train(settings, folder, tokenizer, corpus, model, evaluate, interrupts)
+        if interrupts.requested is None:
+            evaluation = evaluate(state.params, corpus.held_out)
+        if interrupts.requested is not None:
+            print(f"saved step {int(state.step)} of {settings.train.num_steps} in {folder}")
+            print("to resume, run the same command again")
+            return exit_code(interrupts.requested)
+        _write_evaluation(folder, corpus, evaluation)
+        _draw_figures(folder)
+        num_documents = len(corpus.held_out)
+        print(f"held out: {evaluation.bits_per_byte:.4f} bits per byte, {num_documents} documents")
+        _print_sample(settings, tokenizer, model, state.params)
+    return 0
+
+
+def _model_config(fields: Mapping[str, Any], tokenizer: Tokenizer) -> LanguageModelConfig:
+    config = from_mapping(
+        LanguageModelConfig, {"vocab_size": tokenizer.vocab_size} | dict(fields), "model"
+    )
+    if config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"config.model.vocab_size={config.vocab_size} is below the tokenizer's "
+            f"{tokenizer.vocab_size}"
+        )
+    return config
+
+
+def _describe(config: LanguageModelConfig, corpus: Corpus) -> None:
+    devices = jax.devices()
+    counts = count_parameters(config)
+    logging.info(
+        "devices %d x %s, mesh data=1 | parameters %s, active %s | corpus %s",
+        len(devices),
+        devices[0].device_kind,
+        f"{counts.total:,}",
+        f"{counts.active:,}",
+        corpus.report,
+    )
+
+
+def _train(
+    settings: Settings,
+    folder: Path,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    model: LanguageModel,
+    evaluate: Callable[..., Evaluation],
+    interrupts: Interrupts,
+) -> TrainState:
+    data = settings.data
+    optimizer = make_optimizer(settings.optimizer, settings.train.num_steps)
+    tokens_per_byte = corpus.report.train_tokens / corpus.report.train_bytes
+    train_step = make_train_step(
+        make_loss_function(model, settings.loss, tokens_per_byte=tokens_per_byte),
+        optimizer,
+        batch_weight=batch_weight,
+        accumulate=data.accumulate,
+    )
+    batches = make_batches(
+        corpus.train,
+        batch_size=data.batch_size,
+        sequence_length=data.sequence_length,
+        seed=settings.seed,
+        pad_id=tokenizer.pad_id,
+    )
+    sample = sample_documents(corpus.held_out, data.eval_tokens, seed=0)
+
+    def init() -> TrainState:
+        init_key, run_key = jax.random.split(jax.random.key(settings.seed))
+        params = model.init(init_key, jnp.zeros((1, 8), dtype=jnp.int32))["params"]
+        return init_state(run_key, params, optimizer)
+
+    def score(params: PyTree) -> dict[str, float]:
+        return {"bits_per_byte": evaluate(params, sample).bits_per_byte}
+
+    num_tokens = data.batch_size * data.sequence_length
+    flops = num_tokens * training_flops_per_token(model.config, data.sequence_length)
+    with Checkpoints(folder / "checkpoints", keep=settings.train.keep) as checkpoints:
+        state = restore_or_init(checkpoints, init, batches)
+        first_step = int(state.step)
+        with (
+            MetricWriter(folder, resume_step=first_step or None) as writer,
+            Progress(settings.train.num_steps, first_step) as progress,
+        ):
+            state, _ = train(
+                state,
+                batches,
+                train_step,
+                score,
+                settings.train,
+                checkpoints=checkpoints,
+                writer=writer,
+                progress=progress,
+                interrupts=interrupts,
+                per_step={"tokens": num_tokens, "model_flops": flops},
+            )
+    return state
+
+
+def _write_evaluation(folder: Path, corpus: Corpus, evaluation: Evaluation) -> None:
+    documents = [
+        {"name": name, "bytes": int(num_bytes), "bits": float(bits)}
+        for name, num_bytes, bits in zip(
+            corpus.held_out.names, corpus.held_out.num_bytes, evaluation.bits, strict=True
+        )
+    ]
+    record = {"bits_per_byte": evaluation.bits_per_byte, "documents": documents}
+    (folder / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _draw_figures(folder: Path) -> None:
+    records = read_metrics(folder / "metrics.jsonl")
+    figures = folder / "figures"
+    figures.mkdir(exist_ok=True)
+    plot_loss(records, figures / "loss.png")
+    plot_expert_load(records, figures / "expert_load.png")
+    print(f"figures in {figures}")
+
+
+def _print_sample(
+    settings: Settings, tokenizer: Tokenizer, model: LanguageModel, params: PyTree
+) -> None:
+    prompt = settings.sample.prompt
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt.encode()).tolist()]
+    new = generate(
+        jax.random.key(settings.seed),
+        model,
+        params,
+        ids,
+        settings.sample.num_tokens,
+        context_length=settings.data.sequence_length,
+        temperature=settings.sample.temperature,
+        stop=tokenizer.eos_id,
+    )
+    print(f"sample at temperature {settings.sample.temperature}:\n")
+    print(prompt + tokenizer.decode(new))
+
+
+def _main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    keep_freed_memory()
+    try:
+        return train_language_model(_CONFIG.value, _WORKDIR.value)
+    except (ValueError, OSError, TrainingDivergedError) as error:
+        if logging.level_debug():
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    try:
+        return app.parse_flags_with_usage(list(argv))
+    # ml_collections raises these for a key that the configuration lacks, or a value of other type.
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = error.args[0] if error.args else error
+        print(f"error: {' '.join(str(reason).split())}", file=sys.stderr)
+        sys.exit(1)
+
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/language", "Folder for all that the run writes.")
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    flags.mark_flag_as_required("config")
+    app.run(_main, flags_parser=_parse_flags)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,184 @@
+"""The decoder: embedding, layers of attention and a dense or sparse feed-forward, output head."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe_jax.core import FeedForward, Routing, SparseMoE
+from moe_jax.language.attention import Attention, RMSNorm
+from moe_jax.language.config import DTYPES, LanguageModelConfig
+
+
+class Layer(nn.Module):
+    """x + attention(norm x), then x + feed_forward(norm x), the latter dense or sparse."""
+
+    config: LanguageModelConfig
+    kind: str
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch length model"],
+        segment_ids: Int[Array, "batch length"],
+        positions: Int[Array, "batch length"],
+    ) -> tuple[Float[Array, "batch length model"], Routing | None]:
+        """Returns the new residual stream, and the routing if the layer is sparse."""
+        config = self.config
+        dtype = DTYPES[config.dtype]
+        down_scale = (2.0 * config.num_layers) ** -0.5
+        normed = RMSNorm(dtype=dtype, name="attention_norm")(x)
+        attended = Attention(config, name="attention")(normed, segment_ids, positions)
+        x = x + attended.astype(x.dtype)
+        normed = RMSNorm(dtype=dtype, name="feed_forward_norm")(x)
+        if self.kind == "dense":
+            out = FeedForward(
+                hidden_dim=config.hidden_dim,
+                activation=config.activation,
+                dtype=dtype,
+                down_scale=down_scale,
+                name="feed_forward",
+            )(normed)
+            return x + out.astype(x.dtype), None
+        out, routing = SparseMoE(
+            num_experts=config.num_experts,
+            num_selected=config.num_selected,
+            hidden_dim=config.expert_hidden_dim,
+            num_shared_experts=config.num_shared_experts,
+            renormalize=config.renormalize,
+            activation=config.activation,
+            dtype=dtype,
+            down_scale=down_scale,
+            name="moe",
+        )(normed, mask=segment_ids > 0)
+        return x + out.astype(x.dtype), routing
+
+
+class Period(nn.Module):
+    """The layers of one repetition of the pattern; the body of the scan over layers."""
+
+    config: LanguageModelConfig
+    kinds: tuple[str, ...]
+
+    @nn.compact
+    def __call__(
+        self, x: Array, segment_ids: Array, positions: Array
+    ) -> tuple[Array, tuple[Routing, ...]]:
+        """Returns the new residual stream, and the routing of the sparse layers in order."""
+        routings = []
+        for index, kind in enumerate(self.kinds):
+            layer = _rematerialised(Layer, self.config.remat)
+            x, routing = layer(self.config, kind, name=f"layer_{index}")(x, segment_ids, positions)
+            if routing is not None:
+                routings.append(routing)
+        return x, tuple(routings)
+
+
+class LanguageModel(nn.Module):
+    """Decoder-only language model over packed documents.
+
+    Parameters: `embedding` [vocab, model], `blocks_i` the layers of one run of equal periods with a
+    leading axis over its repetitions, `final_norm`, and `head` [model, vocab] unless tied.
+    """
+
+    config: LanguageModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        segment_ids: Int[Array, "batch length"] | None = None,
+        positions: Int[Array, "batch length"] | None = None,
+    ) -> tuple[Float[Array, "batch length vocab"], Routing | None]:
+        """Scores the next token at every place.
+
+        Args:
+            tokens: ids in [0, vocab_size).
+            segment_ids: document of each token within its row; 0 is padding. One document a row if
+                None.
+            positions: place of each token in its document; counted along the row if None.
+
+        Returns:
+            Logits in float32, and the routing of the sparse layers stacked along a leading axis
+            (None if there are none).
+        """
+        config = self.config
+        dtype = DTYPES[config.dtype]
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        if positions is None:
+            index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            positions = jnp.broadcast_to(index[None, :], tokens.shape)
+        spread = config.model_dim**-0.5 if config.tie_embeddings else 1.0
+        embedding = self.param(
+            "embedding",
+            nn.initializers.normal(spread),
+            (config.vocab_size, config.model_dim),
+            jnp.float32,
+        )
+        x = embedding[tokens]
+        routings = []
+        for run, (kinds, repeats) in enumerate(layer_runs(config.layer_kinds)):
+            x, stacked = _repeated(repeats, config.scan_layers)(
+                config, kinds, name=f"blocks_{run}"
+            )(x, segment_ids, positions)
+            if stacked:
+                routings.append(_in_layer_order(stacked))
+        x = RMSNorm(dtype=dtype, name="final_norm")(x)
+        if config.tie_embeddings:
+            head = embedding.T
+        else:
+            shape = (config.model_dim, config.vocab_size)
+            head = self.param("head", nn.initializers.lecun_normal(), shape, jnp.float32)
+        logits = jnp.dot(x, head.astype(dtype), preferred_element_type=jnp.float32)
+        if not routings:
+            return logits, None
+        return logits, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+
+
+def layer_runs(kinds: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
+    """Cuts a sequence of layer kinds into runs of a repeated period, each the longest it can be.
+
+    For example dense, sparse, sparse, sparse gives [((dense,), 1), ((sparse,), 3)], and
+    dense, sparse, dense, sparse gives [((dense, sparse), 2)].
+    """
+    runs = []
+    start = 0
+    while start < len(kinds):
+        best = (kinds[start : start + 1], 1)
+        for period in range(1, (len(kinds) - start) // 2 + 1):
+            unit = kinds[start : start + period]
+            repeats = 1
+            while kinds[start + repeats * period : start + (repeats + 1) * period] == unit:
+                repeats += 1
+            if repeats > 1 and repeats * period > len(best[0]) * best[1]:
+                best = (unit, repeats)
+        runs.append(best)
+        start += len(best[0]) * best[1]
+    return runs
+
+
+def _repeated(repeats: int, scan: bool) -> type[nn.Module]:
+    return nn.scan(
+        Period,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(nn.broadcast, nn.broadcast),
+        length=repeats,
+        # Unrolling keeps the parameters' layout, so a checkpoint serves both ways of compiling.
+        unroll=1 if scan else repeats,
+    )
+
+
+def _rematerialised(layer: type[nn.Module], remat: str) -> type[nn.Module]:
+    if remat == "none":
+        return layer
+    policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
+    return nn.remat(layer, policy=policy, prevent_cse=False)
+
+
+def _in_layer_order(stacked: tuple[Routing, ...]) -> Routing:
+    """Merges the scan's [repeats, ...] records of each place in the period into [layers, ...]."""
+    return jax.tree.map(
+        lambda *parts: jnp.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:]), *stacked
+    )

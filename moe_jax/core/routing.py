@@ -82,7 +82,7 @@ def top_k_routing(
         mask = jnp.ones(num_tokens, dtype=jnp.bool_)
     gate_logits = clear_masked(gate_logits, mask)
     probability = jax.nn.softmax(gate_logits, axis=-1)
-    # Probabilities far below the largest are all 0, and logits tell 0 from -0 where none is larger.
+    # Not by probability, which is 0 far below the largest, nor by logit: top_k puts 0 above -0.
     log_probability = jax.nn.log_softmax(gate_logits, axis=-1)
     _, expert_index = jax.lax.top_k(log_probability, num_selected)
     weight = jnp.take_along_axis(probability, expert_index, axis=-1)

@@ -32,7 +32,7 @@ class LanguageModelConfig:
         rope_base: base of the rotary frequencies (arXiv 2104.09864).
         tie_embeddings: use the input embedding as output projection.
         remat: what the backward pass recomputes: `none`, all but matrix products (`dots`), or all
-            within a layer (`full`).
+            within a layer (`full`). On CPU it saves memory with scan_layers only.
         scan_layers: compile equal layers once and loop over them; else unroll.
         dtype: operands of the matrix products, `float32` or `bfloat16`. Parameters, residual
             stream, gates and losses are float32.
@@ -63,13 +63,15 @@ class LanguageModelConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        if isinstance(self.layer_pattern, str):
+            raise ValueError(f"layer_pattern={self.layer_pattern!r} must be a sequence of kinds")
         object.__setattr__(self, "layer_pattern", tuple(self.layer_pattern))
         for name in ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads"):
-            _check_positive(self, name)
+            _check_integer(self, name)
         if self.head_dim == 0:
             _check_divides(self, "num_heads", "model_dim")
             object.__setattr__(self, "head_dim", self.model_dim // self.num_heads)
-        _check_positive(self, "head_dim")
+        _check_integer(self, "head_dim")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
         _check_divides(self, "num_kv_heads", "num_heads")
@@ -78,13 +80,12 @@ class LanguageModelConfig:
         for kind in self.layer_pattern:
             _check_one_of("layer_pattern", kind, LAYER_KINDS)
         if "dense" in self.layer_kinds:
-            _check_positive(self, "hidden_dim")
+            _check_integer(self, "hidden_dim")
         if "sparse" in self.layer_kinds:
-            _check_positive(self, "num_experts")
+            for name in ("num_experts", "num_selected", "expert_hidden_dim"):
+                _check_integer(self, name)
             check_num_selected(self.num_selected, self.num_experts)
-            _check_positive(self, "expert_hidden_dim")
-        if self.num_shared_experts < 0:
-            raise ValueError(f"num_shared_experts={self.num_shared_experts} must not be negative")
+            _check_integer(self, "num_shared_experts", at_least=0)
         if not self.rope_base > 1:
             raise ValueError(f"rope_base={self.rope_base} must exceed 1")
         _check_one_of("activation", self.activation, tuple(ACTIVATIONS))
@@ -103,10 +104,10 @@ class LanguageModelConfig:
         return self.layer_kinds.count("sparse")
 
 
-def _check_positive(config: LanguageModelConfig, name: str) -> None:
+def _check_integer(config: LanguageModelConfig, name: str, at_least: int = 1) -> None:
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {at_least}")
 
 
 def _check_divides(config: LanguageModelConfig, divisor: str, number: str) -> None:

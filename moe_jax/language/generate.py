@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from moe_jax.language.model import LanguageModel
@@ -51,8 +52,9 @@ def generate(
     tokens = list(prompt)
     for index in range(max_new_tokens):
         window = tokens[-context_length:]
-        padded = jnp.zeros((1, context_length), dtype=jnp.int32)
-        padded = padded.at[0, : len(window)].set(jnp.asarray(window, dtype=jnp.int32))
+        # Padded on the host: a device slice would be compiled anew for every length.
+        padded = np.zeros((1, context_length), dtype=np.int32)
+        padded[0, : len(window)] = window
         drawn = _draw(
             jax.random.fold_in(key, index), model, params, padded, len(window), temperature
         )
@@ -67,7 +69,7 @@ def _draw(
     key: Array,
     model: LanguageModel,
     params: PyTree,
-    tokens: Int[Array, "1 length"],
+    tokens: Int[Array | np.ndarray, "1 length"],
     num_tokens: int | Int[Array, ""],
     temperature: float | Array,
 ) -> Int[Array, ""]:

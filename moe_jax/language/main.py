@@ -29,7 +29,7 @@ from moe_jax.language.generate import generate
 from moe_jax.language.model import LanguageModel
 from moe_jax.language.plots import plot_expert_load, plot_loss
 from moe_jax.language.tokenizer import Tokenizer, load_tokenizer
-from moe_jax.training.checkpoints import Checkpoints
+from moe_jax.training.checkpoints import Checkpoints, CheckpointSaveError
 from moe_jax.training.configs import check_known, from_mapping
 from moe_jax.training.interrupts import Interrupts, exit_code
 from moe_jax.training.loop import LoopConfig, TrainingDivergedError, restore_or_init, train
@@ -298,25 +298,28 @@ def _print_sample(
 
 def _main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+        return _fail(f"unexpected argument {argv[1]!r}")
     keep_freed_memory()
     try:
-        return train_language_model(_CONFIG.value, _WORKDIR.value)
-    except (ValueError, OSError, TrainingDivergedError) as error:
-        if logging.level_debug():
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return train_language_model(_CONFIG.value.to_dict(), _WORKDIR.value)
+    except (ValueError, OSError, CheckpointSaveError, TrainingDivergedError) as error:
+        logging.debug("raised from here", exc_info=True)
+        return _fail(str(error))
+
+
+def _fail(reason: str) -> int:
+    print(f"error: {reason}", file=sys.stderr)
+    return 1
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
     try:
-        return app.parse_flags_with_usage(list(argv))
-    # ml_collections raises these for a key that the configuration lacks, or a value of other type.
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = error.args[0] if error.args else error
-        print(f"error: {' '.join(str(reason).split())}", file=sys.stderr)
-        sys.exit(1)
+        return flags.FLAGS(list(argv))
+    # ml_collections raises these for a key that the configuration lacks or a file that is not there,
+    # the latter with a whole traceback in its message.
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        lines = str(error.args[0] if error.args else error).strip().splitlines()
+        sys.exit(_fail(lines[-1]))
 
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.")

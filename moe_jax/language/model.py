@@ -174,7 +174,7 @@ def _rematerialised(layer: type[nn.Module], remat: str) -> type[nn.Module]:
     if remat == "none":
         return layer
     policy = jax.checkpoint_policies.dots_saveable if remat == "dots" else None
-    return nn.remat(layer, policy=policy, prevent_cse=False)
+    return nn.remat(layer, policy=policy)
 
 
 def _in_layer_order(stacked: tuple[Routing, ...]) -> Routing:

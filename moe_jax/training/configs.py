@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
 
@@ -17,7 +17,8 @@ def from_mapping(cls: type[T], fields: Mapping[str, Any], section: str) -> T:
         section: name of the mapping within the configuration, for messages.
 
     Raises:
-        ValueError: if a field is unknown or missing, or its value is not accepted.
+        ValueError: if a field is unknown or missing, or its value is of another type than the
+            field's (an int serves as a float) or not accepted.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     check_known(fields, known, section)
@@ -25,6 +26,9 @@ def from_mapping(cls: type[T], fields: Mapping[str, Any], section: str) -> T:
         optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
         if name not in fields and not optional:
             raise ValueError(f"config.{section}.{name} is missing")
+    types = get_type_hints(cls)
+    for name, value in fields.items():
+        _check_type(f"config.{section}.{name}", value, types[name])
     try:
         return cls(**dict(fields.items()))
     except (ValueError, TypeError) as error:
@@ -39,3 +43,10 @@ def check_known(fields: Mapping[str, Any], known: Mapping[str, Any], section: st
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
             raise ValueError(f"{prefix}{name} is not a configuration key; {hint}")
+
+
+def _check_type(name: str, value: Any, expected: Any) -> None:
+    accepted = {bool: bool, int: int, float: (int, float), str: str}.get(expected, object)
+    # bool is a subclass of int.
+    if not isinstance(value, accepted) or (isinstance(value, bool) and expected in (int, float)):
+        raise ValueError(f"{name}={value!r} must be of type {expected.__name__}")

@@ -16,10 +16,10 @@ class OptimizerConfig:
 
     Attributes:
         learning_rate: peak of the schedule.
-        schedule: `cosine` after the warm-up, or `stable`: constant, then linear over the last
-            `decay_fraction` of the steps (warm-up-stable-decay, arXiv 2404.06395).
+        schedule: `cosine` after the warm-up, or `stable`: constant, then linear (warm-up-stable-
+            decay, arXiv 2404.06395).
         warmup_steps: linear from 0; cut to num_steps.
-        decay_fraction: share of the steps in the final decay of `stable`.
+        decay_fraction: share of the steps after the warm-up in the final decay of `stable`.
         final_fraction: learning rate at the end over its peak.
         weight_decay: decoupled (arXiv 1711.05101), on leaves not named scale, bias or embedding.
         beta1, beta2, epsilon: of Adam.
@@ -61,8 +61,6 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Learning rate as a function of the step, from 0 to num_steps."""
     warmup = min(config.warmup_steps, num_steps)
     rise = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
-    if warmup == 0:
-        rise = optax.constant_schedule(config.learning_rate)
     rest = max(num_steps - warmup, 1)
     floor = config.final_fraction * config.learning_rate
     if config.schedule == "cosine":

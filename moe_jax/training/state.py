@@ -1,7 +1,6 @@
 """What a training run carries from step to step."""
 
 import chex
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
@@ -39,8 +38,3 @@ def init_state(key: Array, params: PyTree, optimizer: optax.GradientTransformati
         skipped=jnp.zeros((), dtype=jnp.int32),
         skipped_in_row=jnp.zeros((), dtype=jnp.int32),
     )
-
-
-def num_parameters(params: PyTree) -> int:
-    """Number of scalars in a pytree of arrays or shapes."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -44,8 +44,9 @@ def make_train_step(
             return gradient_function(params, batch, jnp.ones((), dtype=jnp.float32), key)
         parts = jax.tree.map(lambda leaf: _split(leaf, accumulate), batch)
         weights = jax.vmap(batch_weight)(parts).astype(jnp.float32)
+        total_weight = jnp.sum(weights)
         # Without any weight every share is 0, and so are loss and gradient.
-        shares = weights / jnp.maximum(jnp.sum(weights), 1.0)
+        shares = weights / jnp.where(total_weight > 0, total_weight, 1.0)
 
         def add_part(total: PyTree, inputs: tuple[PyTree, Array, Array]) -> tuple[PyTree, None]:
             part, share, index = inputs

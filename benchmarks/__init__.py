@@ -1,0 +1,1 @@
+"""Measurements against peers; each module prints a table and writes JSON."""

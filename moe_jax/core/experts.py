@@ -91,7 +91,7 @@ class FeedForward(nn.Module):
 def matmul(
     x: Float[Array, "*batch inner"], kernel: Float[Array, "inner outer"]
 ) -> Float[Array, "*batch outer"]:
-    """X kernel, accumulated in float32 and returned in the type of `x`."""
+    """Returns x kernel, accumulated in float32, in the type of `x`."""
     return jnp.dot(x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
 
 

@@ -81,11 +81,20 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """The text sampled at the end: its beginning, number of tokens, and temperature."""
+    """The text sampled at the end: its beginning, number of tokens, and temperature.
+
+    Raises:
+        ValueError: if a number is negative.
+    """
 
     prompt: str = ""
     num_tokens: int = 400
     temperature: float = 0.7
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "temperature"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
 class Settings(NamedTuple):
@@ -118,12 +127,15 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         ValueError: naming the key, its value and what is accepted.
     """
     check_known(config, {"seed": 0, "model": 0, **SECTIONS}, "")
+    seed = config.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise ValueError(f"config.seed={seed!r} must be an integer in [0, 2^31)")
     sections: dict[str, Any] = {
         name: from_mapping(cls, config.get(name, {}), name) for name, cls in SECTIONS.items()
     }
     model = dict(config.get("model", {}).items())
     from_mapping(LanguageModelConfig, {"vocab_size": 1} | model, "model")
-    return Settings(seed=config.get("seed", 0), model=model, **sections)
+    return Settings(seed=seed, model=model, **sections)
 
 
 def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
@@ -315,7 +327,7 @@ def _fail(reason: str) -> int:
 def _parse_flags(argv: Sequence[str]) -> list[str]:
     try:
         return flags.FLAGS(list(argv))
-    # ml_collections raises these for a key that the configuration lacks or a file that is not there,
+    # ml_collections raises these for a key the configuration lacks or a file that is not there,
     # the latter with a whole traceback in its message.
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         lines = str(error.args[0] if error.args else error).strip().splitlines()

@@ -45,7 +45,7 @@ def plot_loss(
         shown = np.concatenate([values[is_shown], list((references or {}).values())])
         margin = 0.05 * max(np.ptp(shown), 0.1)
         axes.set_ylim(shown.min() - margin, shown.max() + margin)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
     axes.grid(alpha=0.3)
@@ -128,7 +128,8 @@ def _curve(records: Sequence[Mapping[str, Any]], kind: str) -> tuple[np.ndarray,
         for record in records
         if record["kind"] == kind and record.get("bits_per_byte") is not None
     ]
-    return tuple(np.array(points, np.float64).reshape(-1, 2).T)
+    steps, values = np.array(points, np.float64).reshape(-1, 2).T
+    return steps, values
 
 
 def _thinned(

@@ -46,7 +46,8 @@ def check_known(fields: Mapping[str, Any], known: Mapping[str, Any], section: st
 
 
 def _check_type(name: str, value: Any, expected: Any) -> None:
-    accepted = {bool: bool, int: int, float: (int, float), str: str}.get(expected, object)
+    scalars: dict[Any, Any] = {bool: bool, int: int, float: (int, float), str: str}
+    accepted = scalars.get(expected, object)
     # bool is a subclass of int.
     if not isinstance(value, accepted) or (isinstance(value, bool) and expected in (int, float)):
         raise ValueError(f"{name}={value!r} must be of type {expected.__name__}")

@@ -28,7 +28,10 @@ class TrainState:
 
 
 def init_state(key: Array, params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
-    """State before the first step; `key` is kept for the run's own draws."""
+    """State before the first step; `key` is kept for the run's own draws.
+
+    A step that donates the state deletes `params` and `key` with it.
+    """
     return TrainState(
         # Separate arrays: the step donates the state, and one buffer cannot be donated twice.
         step=jnp.zeros((), dtype=jnp.int32),

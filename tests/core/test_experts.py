@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from moe_jax.core import ExpertFFN, FeedForward, matmul
-from moe_jax.core.grouped_matmul import IMPLEMENTATIONS
 
 EXPERTS, MODEL, HIDDEN = 3, 4, 5
 GROUP_SIZES = jnp.array([3, 0, 2])
@@ -76,9 +75,8 @@ def test_each_group_is_answered_by_its_expert_and_the_rest_by_0(activation, dtyp
     assert not np.any(out[5:])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_past_the_sum_and_empty_groups_give_no_gradient(implementation):
-    layer = ExpertFFN(num_experts=EXPERTS, hidden_dim=HIDDEN, implementation=implementation)
+def test_rows_past_the_sum_and_empty_groups_give_no_gradient():
+    layer = ExpertFFN(num_experts=EXPERTS, hidden_dim=HIDDEN)
     weights, rows = random_weights(EXPERTS), random_rows()
     clean = answers_and_gradients(layer, weights, rows)
     dirty = answers_and_gradients(layer, weights, rows.at[5:].set(jnp.nan))

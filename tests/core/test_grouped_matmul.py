@@ -107,12 +107,8 @@ def test_bfloat16_agrees_with_a_slow_reference(implementation):
 
 
 @every_implementation
-@pytest.mark.parametrize(
-    ("group_sizes", "inner", "outer"),
-    [((1,) * 32, 96, 96), ((0, 11, 2, 0), 37, 129)],
-)
-def test_widths_need_not_be_multiples_of_a_tile(implementation, group_sizes, inner, outer):
-    problem = random_problem(group_sizes, sum(group_sizes), inner=inner, outer=outer)
+def test_widths_need_not_be_multiples_of_a_tile(implementation):
+    problem = random_problem((0, 11, 2, 0), 13, inner=37, outer=129)
     results = value_and_gradients(*problem, implementation)
     for actual, wanted in zip(results, reference(*problem), strict=True):
         assert_close(actual, wanted, TOLERANCE[jnp.float32])

@@ -283,9 +283,7 @@ def test_metrics_of_a_layer_where_no_token_counts_are_0():
 
 
 def test_counts_neither_saturate_nor_wrap():
-    # bfloat16 stops counting at 256, and int8 wraps at 128.
-    metrics = summarize(route(jnp.zeros((1000, 2), jnp.bfloat16), 1))
-    np.testing.assert_array_equal(metrics.load, [1.0, 0.0])
+    # bfloat16 stops counting at 256, int8 wraps at 128, and an index of -1 at the end.
     index = jnp.zeros((1000, 1), jnp.int32).at[0].set(-1).at[1].set(2)
     keep = jnp.ones((1000, 1), bool).at[:2].set(False)
     np.testing.assert_array_equal(expert_counts(index, keep, 2), [998, 0])

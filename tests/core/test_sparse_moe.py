@@ -11,7 +11,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from moe_jax.core import FeedForward, Routing, SparseMoE, routing_metrics
+from moe_jax.core import Routing, SparseMoE, routing_metrics
 from moe_jax.core.grouped_matmul import IMPLEMENTATIONS
 
 TOKENS, MODEL, HIDDEN, EXPERTS, SELECTED = 7, 3, 4, 4, 2
@@ -21,13 +21,18 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 BALANCE, Z = 0.3, 0.2
 COTANGENT = np.array([1.0, -0.5, 0.25], np.float32)
 
-summarize = jax.jit(routing_metrics)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def sparse_layer(**options):
-    defaults = {"num_experts": EXPERTS, "num_selected": SELECTED, "hidden_dim": HIDDEN}
-    return SparseMoE(**(defaults | {"num_shared_experts": 2} | options))
+    defaults = {
+        "num_experts": EXPERTS,
+        "num_selected": SELECTED,
+        "hidden_dim": HIDDEN,
+        "num_shared_experts": 2,
+        "implementation": "loop",
+    }
+    return SparseMoE(**(defaults | options))
 
 
 def random_params(num_experts=EXPERTS, num_shared_experts=2, seed=0):
@@ -52,14 +57,17 @@ def random_tokens(num_tokens=TOKENS, seed=1, offset=0.0):
     return jnp.asarray(tokens, jnp.bfloat16).astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def value_and_gradients(layer, params, x, mask=None):
+def value_and_gradients(layer, params, x, mask, balance=BALANCE, z=Z):
     """Output, routing, and gradients of a sum of output, balance loss and z-loss."""
+    return compiled(layer, params, x, mask, balance, z)
 
+
+@functools.partial(jax.jit, static_argnums=0)
+def compiled(layer, params, x, mask, balance, z):
     def objective(params, x):
         out, routing = layer.apply({"params": params}, x, mask)
         total = jnp.sum(jnp.where(jnp.isnan(out), 0.0, out).astype(jnp.float32) @ COTANGENT)
-        losses = BALANCE * routing.load_balance_loss + Z * routing.router_z_loss
+        losses = balance * routing.load_balance_loss + z * routing.router_z_loss
         return total + losses, (out, routing)
 
     gradients, (out, routing) = jax.grad(objective, argnums=(0, 1), has_aux=True)(params, x)
@@ -180,6 +188,8 @@ def test_agrees_with_a_slow_reference_at_the_limits(num_tokens, options):
 )
 @hypothesis.example(mask=np.zeros(TOKENS, bool), chosen=None, seed=0)
 @hypothesis.example(mask=np.ones(TOKENS, bool), chosen=0, seed=0)
+@hypothesis.example(mask=np.arange(TOKENS) < 4, chosen=None, seed=0)
+@hypothesis.example(mask=np.arange(TOKENS) >= 4, chosen=None, seed=0)
 @hypothesis.settings(max_examples=6)
 def test_agrees_with_a_slow_reference_whatever_the_mask_and_the_load(
     implementation, mask, chosen, seed
@@ -202,41 +212,6 @@ def test_masked_tokens_change_nothing_bit_for_bit_and_get_no_gradient(implementa
     out, _, (param_gradients, x_gradient) = dirty
     assert not np.any(out[~mask]) and not np.any(x_gradient[~mask])
     assert all(np.any(leaf != 0.0) for leaf in jax.tree.leaves(param_gradients))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_equals_the_unpadded_one(side):
-    layer, params = sparse_layer(), random_params()
-    mask = np.arange(TOKENS) >= 3 if side == "left" else np.arange(TOKENS) < 4
-    tokens = random_tokens(4)
-    padded = jnp.full((TOKENS, MODEL), 5.0).at[np.flatnonzero(mask)].set(tokens)
-    out, routing, (param_gradients, x_gradient) = value_and_gradients(
-        layer, params, padded, jnp.asarray(mask)
-    )
-    alone, alone_routing, alone_gradients = value_and_gradients(
-        layer, params, tokens, jnp.ones(4, bool)
-    )
-    np.testing.assert_array_equal(routing.expert_index[mask], alone_routing.expert_index)
-    assert summarize(routing).dropped == 0.0
-    # Sums run over other shapes, hence in another order.
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
-        (
-            out[mask],
-            routing.load_balance_loss,
-            routing.router_z_loss,
-            summarize(routing),
-            param_gradients,
-            x_gradient[mask],
-        ),
-        (
-            alone,
-            alone_routing.load_balance_loss,
-            alone_routing.router_z_loss,
-            summarize(alone_routing),
-            *alone_gradients,
-        ),
-    )
 
 
 @every_implementation
@@ -271,38 +246,33 @@ def test_experts_that_agree_make_one_feed_forward_network_of_the_layer():
         lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape), params["experts"]
     )
     out, _, _ = value_and_gradients(sparse_layer(), params, x, jnp.ones(TOKENS, bool))
-    alone, shared = (
-        jax.jit(FeedForward(hidden_dim=hidden).apply)({"params": weights}, x)
-        for hidden, weights in (
-            (HIDDEN, jax.tree.map(lambda leaf: leaf[0], params["experts"])),
-            (2 * HIDDEN, params["shared_experts"]),
-        )
+    alone = {name: leaf[0] for name, leaf in params["experts"].items()}
+    expected = sum(
+        reference_ffn("silu", in_float64(weights), in_float64(x))
+        for weights in (alone, params["shared_experts"])
     )
-    np.testing.assert_allclose(out, alone + shared, rtol=1e-5, atol=1e-5)
+    assert_close(out, expected, TOLERANCE[jnp.float32])
 
 
 def test_leading_axes_are_batch_axes():
     layer, params, x = sparse_layer(), random_params(), random_tokens()
     mask = jnp.array([True, True, False, True, True, True, True])
-    flat, flat_routing, (_, flat_gradient) = value_and_gradients(layer, params, x, mask)
-    out, routing, (_, gradient) = value_and_gradients(
-        layer, params, x.reshape(1, TOKENS, 1, MODEL), mask.reshape(1, TOKENS, 1)
+    flat, flat_routing, _ = value_and_gradients(layer, params, x, mask)
+    out, routing = jax.jit(layer.apply)(
+        {"params": params}, x.reshape(1, TOKENS, 1, MODEL), mask.reshape(1, TOKENS, 1)
     )
-    jax.tree.map(np.testing.assert_array_equal, routing, flat_routing)
-    np.testing.assert_array_equal(out, flat.reshape(1, TOKENS, 1, MODEL))
-    np.testing.assert_array_equal(gradient, flat_gradient.reshape(1, TOKENS, 1, MODEL))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, (out.reshape(flat.shape), routing), (flat, flat_routing))
     one, one_routing = jax.eval_shape(layer.apply, {"params": params}, x[0], mask[0])
     assert one.shape == (MODEL,) and one_routing.keep.shape == (1, SELECTED)
 
 
 def test_one_selected_expert_gives_the_gate_a_gradient_by_default():
-    layer, x = sparse_layer(num_selected=1, num_shared_experts=0), random_tokens()
-
-    def output(params):
-        return jnp.sum(jnp.sin(layer.apply({"params": params}, x)[0]))
-
-    gradient = jax.jit(jax.grad(output))(random_params(num_shared_experts=0))["gate"]
-    assert np.linalg.norm(gradient) > 1e-2
+    layer, params = sparse_layer(num_selected=1, num_shared_experts=0), random_params(EXPERTS, 0)
+    _, _, (gradients, _) = value_and_gradients(
+        layer, params, random_tokens(5), jnp.ones(5, bool), balance=0.0, z=0.0
+    )
+    assert np.linalg.norm(gradients["gate"]) > 1e-2
 
 
 def test_the_type_of_the_products_changes_neither_the_gate_nor_the_type_of_the_output():
@@ -326,13 +296,13 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        out, routing = sparse_layer(name="moe")(x)
+        out, routing = sparse_layer(num_shared_experts=0, name="moe")(x)
         return x + out, routing
 
 
 def test_scan_and_remat_over_layers_equal_a_loop_over_them():
     depth, x = 2, random_tokens()
-    each = [random_params(seed=seed) for seed in range(depth)]
+    each = [random_params(EXPERTS, 0, seed) for seed in range(depth)]
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     def scanned(stack):
@@ -348,7 +318,7 @@ def test_scan_and_remat_over_layers_equal_a_loop_over_them():
         hidden, routings = x, []
         for number in range(depth):
             params = jax.tree.map(lambda leaf, i=number: leaf[i], stack)
-            out, routing = sparse_layer().apply({"params": params}, hidden)
+            out, routing = sparse_layer(num_shared_experts=0).apply({"params": params}, hidden)
             hidden = hidden + out
             routings.append(routing)
         return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
@@ -368,9 +338,8 @@ def test_scan_and_remat_over_layers_equal_a_loop_over_them():
     jax.tree.map(close, *results)
 
 
-@every_implementation
-def test_vmap_over_sequences_equals_one_at_a_time(implementation):
-    layer, params = sparse_layer(implementation=implementation), random_params()
+def test_vmap_over_sequences_equals_one_at_a_time():
+    layer, params = sparse_layer(), random_params()
     batch = jnp.stack([random_tokens(seed=seed) for seed in range(3)])
     mask = jnp.stack([jnp.arange(TOKENS) < length for length in (7, 4, 0)])
     together = jax.vmap(functools.partial(value_and_gradients, layer, params))(batch, mask)
@@ -387,15 +356,10 @@ def test_vmap_over_sequences_equals_one_at_a_time(implementation):
     np.testing.assert_allclose(np.sum(metrics.load, axis=1), [1.0, 1.0, 0.0], rtol=1e-6)
 
 
-def test_initialisation_is_reproducible_and_gives_every_parameter_its_shape():
+def test_every_parameter_is_float32_and_has_its_shape():
     layer = sparse_layer(dtype=jnp.bfloat16)
-    init = jax.jit(layer.init)
-    params, again, other = (
-        init(jax.random.key(seed), random_tokens())["params"] for seed in (0, 0, 1)
-    )
-    jax.tree.map(np.testing.assert_array_equal, params, again)
-    assert not np.any(params["gate"] == other["gate"])
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), params) == jax.tree.map(
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), random_tokens())["params"]
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), shapes) == jax.tree.map(
         lambda leaf: (leaf.shape, "float32"), random_params()
     )
 

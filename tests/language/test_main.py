@@ -277,6 +277,8 @@ def assert_refused(message, corpus, workdir, **overrides):
         ({"loss__router_z_weight": -1.0}, "router_z_weight=-1.0 must not be negative"),
         ({"data__accumulate": 3}, "batch_size=4 is not divisible by accumulate=3"),
         ({"data__batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"sample__temperature": -1.0}, "temperature=-1.0 must not be negative"),
+        ({"sample__num_tokens": -1}, "num_tokens=-1 must not be negative"),
         ({"train__num_steps": 0}, "num_steps=0 must be an integer of at least 1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -284,6 +286,14 @@ def assert_refused(message, corpus, workdir, **overrides):
 def test_bad_configuration_names_key_value_and_range(corpus, overrides, message):
     with pytest.raises(ValueError, match=message):
         read_settings(make_config(corpus, **overrides))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, True, "x", 0.5])
+def test_seed_that_is_not_an_integer_in_range_is_refused(corpus, seed):
+    config = make_config(corpus)
+    config["seed"] = seed
+    with pytest.raises(ValueError, match=f"config.seed={seed!r} must be an integer in"):
+        read_settings(config)
 
 
 def test_unknown_section_is_refused(corpus):
@@ -326,7 +336,7 @@ def test_workdir_that_cannot_be_written_is_refused(corpus, tmp_path):
 
 def test_checkpoint_of_another_shape_names_the_leaf_and_both_shapes(corpus, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
-    message = r"checkpoints/24: .*gate has shape \(2, 16, 4\), .* \(2, 16, 8\)"
+    message = r"checkpoints/24: .*experts/down has shape \(2, 4, 16, 16\), .* \(2, 8, 16, 16\)"
     assert_refused(message, corpus, tmp_path / "run", model__num_experts=8)
 
 

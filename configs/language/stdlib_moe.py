@@ -56,10 +56,10 @@ def get_config() -> ConfigDict:
             },
             "loss": {"load_balance_weight": 0.01, "router_z_weight": 0.001},
             "train": {
-                "num_steps": 1300,
+                "num_steps": 1400,
                 "log_every": 10,
-                "eval_every": 130,
-                "checkpoint_every": 130,
+                "eval_every": 140,
+                "checkpoint_every": 140,
                 "keep": 3,
                 "max_skipped_in_row": 10,
             },

@@ -32,8 +32,8 @@ def make_evaluation(
 ) -> Callable[[PyTree, TokenizedDocuments], Evaluation]:
     """Builds (params, documents) -> Evaluation, compiled once.
 
-    Documents are scored in windows of `sequence_length` that advance by half of it, so that every
-    token but a document's first ones has at least half a window of context.
+    Documents are scored in windows of `sequence_length` that advance by a quarter of it, so that
+    every token but a document's first ones has at least three quarters of a window of context.
     """
 
     @jax.jit
@@ -48,7 +48,7 @@ def make_evaluation(
             documents,
             batch_size=batch_size,
             sequence_length=sequence_length,
-            stride=max(sequence_length // 2, 1),
+            stride=max(sequence_length // 4, 1),
             pad_id=pad_id,
         )
         for batch in windows:

@@ -8,6 +8,7 @@ of the configuration can be set on the command line: --config.model.num_experts=
 
 import dataclasses
 import json
+import logging as python_logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -141,8 +142,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
     """Trains, evaluates, draws and samples; resumes if the workdir holds a checkpoint.
 
-    Writes to the workdir: `checkpoints/`, `metrics.jsonl`, TensorBoard events, `evaluation.json`
-    with the bits of every held-out document, and `figures/`.
+    Writes to the workdir: `config.json`, `checkpoints/`, `metrics.jsonl`, TensorBoard events,
+    `evaluation.json` with the bits of every held-out document, and `figures/`.
 
     Returns:
         The exit status: 0, or 130 after Ctrl-C.
@@ -154,6 +155,7 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
     settings = read_settings(config)
     folder = prepare_workdir(workdir)
     with Interrupts() as interrupts, lock_workdir(folder):
+        _keep_configuration(folder, config)
         tokenizer = load_tokenizer(settings.data.tokenizer)
         corpus = load_corpus(
             settings.data.source,
@@ -183,6 +185,28 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
         print(f"held out: {evaluation.bits_per_byte:.4f} bits per byte, {num_documents} documents")
         _print_sample(settings, tokenizer, model, state.params)
     return 0
+
+
+def _keep_configuration(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes `config.json`, unless that would continue a checkpoint on other batches."""
+    path = folder / "config.json"
+    if path.exists() and any((folder / "checkpoints").glob("[0-9]*")):
+        before, now = _batch_keys(json.loads(path.read_text())), _batch_keys(config)
+        for name, value in now.items():
+            if value != before[name]:
+                raise ValueError(
+                    f"config.{name}={value!r} differs from the {before[name]!r} that {folder} was "
+                    "started with, so its position in the data has no meaning; use another workdir"
+                )
+    path.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _batch_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the sequence of batches."""
+    data = from_mapping(DataConfig, config.get("data", {}), "data")
+    names = ("source", "text_key", "held_out_fraction", "tokenizer", "batch_size")
+    keys = {f"data.{name}": getattr(data, name) for name in (*names, "sequence_length")}
+    return keys | {"seed": config.get("seed", 0)}
 
 
 def _model_config(fields: Mapping[str, Any], tokenizer: Tokenizer) -> LanguageModelConfig:
@@ -312,6 +336,8 @@ def _main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         return _fail(f"unexpected argument {argv[1]!r}")
     keep_freed_memory()
+    # Absl shows at INFO which accelerators JAX looked for and did not find.
+    python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
     try:
         return train_language_model(_CONFIG.value.to_dict(), _WORKDIR.value)
     except (ValueError, OSError, CheckpointSaveError, TrainingDivergedError) as error:

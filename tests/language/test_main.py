@@ -340,6 +340,21 @@ def test_checkpoint_of_another_shape_names_the_leaf_and_both_shapes(corpus, fini
     assert_refused(message, corpus, tmp_path / "run", model__num_experts=8)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("data__batch_size", 8), ("data__sequence_length", 16), ("seed__", 1)]
+)
+def test_resuming_on_other_batches_is_refused(corpus, finished, tmp_path, name, value):
+    shutil.copytree(finished[0], tmp_path / "run")
+    config = make_config(corpus)
+    section, _, key = name.partition("__")
+    if key:
+        config[section][key] = value
+    else:
+        config[section] = value
+    with pytest.raises(ValueError, match=f"{key or section}={value} differs from the .* another"):
+        train_language_model(config, tmp_path / "run")
+
+
 def test_corrupt_newest_checkpoint_falls_back_to_the_one_before(corpus, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / str(NUM_STEPS)

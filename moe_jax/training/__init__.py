@@ -1,0 +1,1 @@
+"""Training shared by every family: optimiser, step, loop, checkpoints, metrics, progress."""

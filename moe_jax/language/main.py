@@ -6,13 +6,12 @@ Started again with the same command, it goes on from the newest checkpoint in th
 of the configuration can be set on the command line: --config.model.num_experts=16.
 """
 
-import dataclasses
 import json
 import logging as python_logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,118 +24,22 @@ from moe_jax.language.config import LanguageModelConfig
 from moe_jax.language.corpus import Corpus, load_corpus
 from moe_jax.language.counts import count_parameters, training_flops_per_token
 from moe_jax.language.evaluate import Evaluation, make_evaluation, sample_documents
-from moe_jax.language.fit import LossConfig, batch_weight, make_loss_function
+from moe_jax.language.fit import batch_weight, make_loss_function
 from moe_jax.language.generate import generate
 from moe_jax.language.model import LanguageModel
 from moe_jax.language.plots import plot_expert_load, plot_loss
+from moe_jax.language.settings import Settings, keep_configuration, model_config, read_settings
 from moe_jax.language.tokenizer import Tokenizer, load_tokenizer
 from moe_jax.training.checkpoints import Checkpoints, CheckpointSaveError
-from moe_jax.training.configs import check_known, from_mapping
 from moe_jax.training.interrupts import Interrupts, exit_code
-from moe_jax.training.loop import LoopConfig, TrainingDivergedError, restore_or_init, train
+from moe_jax.training.loop import TrainingDivergedError, restore_or_init, train
 from moe_jax.training.memory import keep_freed_memory
 from moe_jax.training.metrics import MetricWriter, read_metrics
-from moe_jax.training.optimizer import OptimizerConfig, make_optimizer
+from moe_jax.training.optimizer import make_optimizer
 from moe_jax.training.progress import Progress
 from moe_jax.training.state import TrainState, init_state
 from moe_jax.training.step import make_train_step
 from moe_jax.training.workdir import lock_workdir, prepare_workdir
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """What to train on; validates itself.
-
-    Attributes:
-        source, text_key, held_out_fraction: see `load_corpus`.
-        tokenizer: path of a Hugging Face tokenizer.json; "" for bytes.
-        cache_dir: folder of the token arrays; "" for `cache` in the workdir.
-        batch_size: rows of a step, all micro-batches together.
-        sequence_length: tokens of a row.
-        accumulate: micro-batches a step is cut into.
-        eval_tokens: held-out tokens scored during training; the end scores all of them.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
-
-    source: str = ""
-    text_key: str = "text"
-    held_out_fraction: float = 0.05
-    tokenizer: str = ""
-    cache_dir: str = ""
-    batch_size: int = 16
-    sequence_length: int = 256
-    accumulate: int = 1
-    eval_tokens: int = 65_536
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "sequence_length", "accumulate", "eval_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"batch_size={self.batch_size} is not divisible by accumulate={self.accumulate}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleConfig:
-    """The text sampled at the end: its beginning, number of tokens, and temperature.
-
-    Raises:
-        ValueError: if a number is negative.
-    """
-
-    prompt: str = ""
-    num_tokens: int = 400
-    temperature: float = 0.7
-
-    def __post_init__(self) -> None:
-        for name in ("num_tokens", "temperature"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-
-
-class Settings(NamedTuple):
-    """The sections of a configuration, checked."""
-
-    seed: int
-    data: DataConfig
-    optimizer: OptimizerConfig
-    loss: LossConfig
-    train: LoopConfig
-    sample: SampleConfig
-    model: Mapping[str, Any]
-
-
-SECTIONS = {
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "loss": LossConfig,
-    "train": LoopConfig,
-    "sample": SampleConfig,
-}
-
-
-def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Checks a configuration; see `configs/language/stdlib_moe.py` for one.
-
-    The model's vocab_size may be left out: it is then the tokenizer's.
-
-    Raises:
-        ValueError: naming the key, its value and what is accepted.
-    """
-    check_known(config, {"seed": 0, "model": 0, **SECTIONS}, "")
-    seed = config.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-        raise ValueError(f"config.seed={seed!r} must be an integer in [0, 2^31)")
-    sections: dict[str, Any] = {
-        name: from_mapping(cls, config.get(name, {}), name) for name, cls in SECTIONS.items()
-    }
-    model = dict(config.get("model", {}).items())
-    from_mapping(LanguageModelConfig, {"vocab_size": 1} | model, "model")
-    return Settings(seed=seed, model=model, **sections)
 
 
 def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
@@ -155,7 +58,7 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
     settings = read_settings(config)
     folder = prepare_workdir(workdir)
     with Interrupts() as interrupts, lock_workdir(folder):
-        _keep_configuration(folder, config)
+        keep_configuration(folder, config)
         tokenizer = load_tokenizer(settings.data.tokenizer)
         corpus = load_corpus(
             settings.data.source,
@@ -164,7 +67,7 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
             cache_dir=settings.data.cache_dir or folder / "cache",
             text_key=settings.data.text_key,
         )
-        model = LanguageModel(_model_config(settings.model, tokenizer))
+        model = LanguageModel(model_config(settings.model, tokenizer))
         _describe(model.config, corpus)
         evaluate = make_evaluation(
             model,
@@ -174,6 +77,7 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
         )
         state = _train(settings, folder, tokenizer, corpus, model, evaluate, interrupts)
         if interrupts.requested is None:
+            logging.info("scoring all %d held-out documents", len(corpus.held_out))
             evaluation = evaluate(state.params, corpus.held_out)
         if interrupts.requested is not None:
             print(f"saved step {int(state.step)} of {settings.train.num_steps} in {folder}")
@@ -185,40 +89,6 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
         print(f"held out: {evaluation.bits_per_byte:.4f} bits per byte, {num_documents} documents")
         _print_sample(settings, tokenizer, model, state.params)
     return 0
-
-
-def _keep_configuration(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes `config.json`, unless that would continue a checkpoint on other batches."""
-    path = folder / "config.json"
-    if path.exists() and any((folder / "checkpoints").glob("[0-9]*")):
-        before, now = _batch_keys(json.loads(path.read_text())), _batch_keys(config)
-        for name, value in now.items():
-            if value != before[name]:
-                raise ValueError(
-                    f"config.{name}={value!r} differs from the {before[name]!r} that {folder} was "
-                    "started with, so its position in the data has no meaning; use another workdir"
-                )
-    path.write_text(json.dumps(config, indent=1) + "\n")
-
-
-def _batch_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the sequence of batches."""
-    data = from_mapping(DataConfig, config.get("data", {}), "data")
-    names = ("source", "text_key", "held_out_fraction", "tokenizer", "batch_size")
-    keys = {f"data.{name}": getattr(data, name) for name in (*names, "sequence_length")}
-    return keys | {"seed": config.get("seed", 0)}
-
-
-def _model_config(fields: Mapping[str, Any], tokenizer: Tokenizer) -> LanguageModelConfig:
-    config = from_mapping(
-        LanguageModelConfig, {"vocab_size": tokenizer.vocab_size} | dict(fields), "model"
-    )
-    if config.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"config.model.vocab_size={config.vocab_size} is below the tokenizer's "
-            f"{tokenizer.vocab_size}"
-        )
-    return config
 
 
 def _describe(config: LanguageModelConfig, corpus: Corpus) -> None:
@@ -301,7 +171,10 @@ def _write_evaluation(folder: Path, corpus: Corpus, evaluation: Evaluation) -> N
         )
     ]
     record = {"bits_per_byte": evaluation.bits_per_byte, "documents": documents}
-    (folder / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
+    # Its presence says that the run is complete, so it must not be seen half written.
+    partial = folder / "evaluation.json.partial"
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(folder / "evaluation.json")
 
 
 def _draw_figures(folder: Path) -> None:

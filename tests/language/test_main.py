@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from moe_jax.language.main import read_settings, train_language_model
+from moe_jax.language.main import train_language_model
 from moe_jax.training.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -265,49 +265,6 @@ def assert_refused(message, corpus, workdir, **overrides):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"model__num_expert": 4}, "config.model.num_expert .* did you mean num_experts"),
-        ({"train__nmu_steps": 4}, "config.train.nmu_steps .* did you mean num_steps"),
-        ({"model__num_selected": 9}, "num_selected=9 exceeds num_experts=4"),
-        ({"model__num_heads": 3}, "model_dim=16 is not divisible by num_heads=3"),
-        ({"optimizer__schedule": "linear"}, "config.optimizer: schedule='linear' .*cosine"),
-        ({"optimizer__learning_rate": float("nan")}, "learning_rate=nan must be positive"),
-        ({"loss__router_z_weight": -1.0}, "router_z_weight=-1.0 must not be negative"),
-        ({"data__accumulate": 3}, "batch_size=4 is not divisible by accumulate=3"),
-        ({"data__batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"sample__temperature": -1.0}, "temperature=-1.0 must not be negative"),
-        ({"sample__num_tokens": -1}, "num_tokens=-1 must not be negative"),
-        ({"train__num_steps": 0}, "num_steps=0 must be an integer of at least 1"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_bad_configuration_names_key_value_and_range(corpus, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        read_settings(make_config(corpus, **overrides))
-
-
-@pytest.mark.parametrize("seed", [-1, 2**31, True, "x", 0.5])
-def test_seed_that_is_not_an_integer_in_range_is_refused(corpus, seed):
-    config = make_config(corpus)
-    config["seed"] = seed
-    with pytest.raises(ValueError, match=f"config.seed={seed!r} must be an integer in"):
-        read_settings(config)
-
-
-def test_unknown_section_is_refused(corpus):
-    config = make_config(corpus)
-    config["optimiser"] = config["optimizer"]
-    with pytest.raises(ValueError, match="config.optimiser .* did you mean optimizer"):
-        read_settings(config)
-
-
-def test_vocabulary_smaller_than_the_tokenizers_is_refused(corpus, tmp_path):
-    message = "config.model.vocab_size=100 is below the tokenizer's 259"
-    assert_refused(message, corpus, tmp_path, model__vocab_size=100)
-
-
 def test_missing_tokenizer_is_refused(corpus, tmp_path):
     name = "/nowhere/tokenizer.json"
     assert_refused(name, corpus, tmp_path, data__tokenizer=name)
@@ -340,19 +297,10 @@ def test_checkpoint_of_another_shape_names_the_leaf_and_both_shapes(corpus, fini
     assert_refused(message, corpus, tmp_path / "run", model__num_experts=8)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("data__batch_size", 8), ("data__sequence_length", 16), ("seed__", 1)]
-)
-def test_resuming_on_other_batches_is_refused(corpus, finished, tmp_path, name, value):
+def test_resuming_on_other_batches_is_refused(corpus, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
-    config = make_config(corpus)
-    section, _, key = name.partition("__")
-    if key:
-        config[section][key] = value
-    else:
-        config[section] = value
-    with pytest.raises(ValueError, match=f"{key or section}={value} differs from the .* another"):
-        train_language_model(config, tmp_path / "run")
+    message = "config.data.batch_size=8 differs from the 4"
+    assert_refused(message, corpus, tmp_path / "run", data__batch_size=8)
 
 
 def test_corrupt_newest_checkpoint_falls_back_to_the_one_before(corpus, finished, tmp_path):

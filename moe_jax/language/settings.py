@@ -1,0 +1,153 @@
+"""The configuration of a training run: its sections, checked, and kept with the run."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_jax.language.config import LanguageModelConfig
+from moe_jax.language.fit import LossConfig
+from moe_jax.language.tokenizer import Tokenizer
+from moe_jax.training.configs import check_known, from_mapping
+from moe_jax.training.loop import LoopConfig
+from moe_jax.training.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train on; validates itself.
+
+    Attributes:
+        source, text_key, held_out_fraction: see `load_corpus`.
+        tokenizer: path of a Hugging Face tokenizer.json; "" for bytes.
+        cache_dir: folder of the token arrays; "" for `cache` in the workdir.
+        batch_size: rows of a step, all micro-batches together.
+        sequence_length: tokens of a row.
+        accumulate: micro-batches a step is cut into.
+        eval_tokens: held-out tokens scored during training; the end scores all of them.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    source: str = ""
+    text_key: str = "text"
+    held_out_fraction: float = 0.05
+    tokenizer: str = ""
+    cache_dir: str = ""
+    batch_size: int = 16
+    sequence_length: int = 256
+    accumulate: int = 1
+    eval_tokens: int = 65_536
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "sequence_length", "accumulate", "eval_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not divisible by accumulate={self.accumulate}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """The text sampled at the end: its beginning, number of tokens, and temperature.
+
+    Raises:
+        ValueError: if a number is negative.
+    """
+
+    prompt: str = ""
+    num_tokens: int = 400
+    temperature: float = 0.7
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "temperature"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+
+class Settings(NamedTuple):
+    """The sections of a configuration, checked."""
+
+    seed: int
+    data: DataConfig
+    optimizer: OptimizerConfig
+    loss: LossConfig
+    train: LoopConfig
+    sample: SampleConfig
+    model: Mapping[str, Any]
+
+
+SECTIONS = {
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "loss": LossConfig,
+    "train": LoopConfig,
+    "sample": SampleConfig,
+}
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Checks a configuration; see `configs/language/stdlib_moe.py` for one.
+
+    The model's vocab_size may be left out: it is then the tokenizer's.
+
+    Raises:
+        ValueError: naming the key, its value and what is accepted.
+    """
+    check_known(config, {"seed": 0, "model": 0, **SECTIONS}, "")
+    seed = config.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise ValueError(f"config.seed={seed!r} must be an integer in [0, 2^31)")
+    sections: dict[str, Any] = {
+        name: from_mapping(cls, config.get(name, {}), name) for name, cls in SECTIONS.items()
+    }
+    model = dict(config.get("model", {}).items())
+    from_mapping(LanguageModelConfig, {"vocab_size": 1} | model, "model")
+    return Settings(seed=seed, model=model, **sections)
+
+
+def model_config(fields: Mapping[str, Any], tokenizer: Tokenizer) -> LanguageModelConfig:
+    """The model's configuration, with the tokenizer's vocabulary size if it names none.
+
+    Raises:
+        ValueError: if it names a smaller one.
+    """
+    config = from_mapping(
+        LanguageModelConfig, {"vocab_size": tokenizer.vocab_size} | dict(fields), "model"
+    )
+    if config.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"config.model.vocab_size={config.vocab_size} is below the tokenizer's "
+            f"{tokenizer.vocab_size}"
+        )
+    return config
+
+
+def keep_configuration(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes `config.json`, unless that would continue a checkpoint on other batches.
+
+    Raises:
+        ValueError: if the folder holds a checkpoint and an entry that decides the batches differs.
+    """
+    path = folder / "config.json"
+    if path.exists() and any((folder / "checkpoints").glob("[0-9]*")):
+        before, now = _batch_keys(json.loads(path.read_text())), _batch_keys(config)
+        for name, value in now.items():
+            if value != before[name]:
+                raise ValueError(
+                    f"config.{name}={value!r} differs from the {before[name]!r} that {folder} was "
+                    "started with, so its position in the data has no meaning; use another workdir"
+                )
+    path.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _batch_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the sequence of batches."""
+    data = from_mapping(DataConfig, config.get("data", {}), "data")
+    names = ("source", "text_key", "held_out_fraction", "tokenizer", "batch_size")
+    keys = {f"data.{name}": getattr(data, name) for name in (*names, "sequence_length")}
+    return keys | {"seed": config.get("seed", 0)}

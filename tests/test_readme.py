@@ -24,7 +24,7 @@ def test_linked_files_exist(path):
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"\bmake ([a-z]+)", README)):
+    for target in set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.M)):
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 

@@ -35,7 +35,7 @@ def plot_loss(
             label = {"train": "training", "eval": "held out"}[kind]
             marker = "o" if kind == "eval" or len(steps) == 1 else None
             axes.plot(steps, values, label=label, marker=marker, markersize=4, color=color)
-    styles = itertools.cycle(("--", ":", "-."))
+    styles = itertools.cycle(("--", ":", "-.", (0, (1, 4))))
     for style, (name, value) in zip(styles, (references or {}).items(), strict=False):
         label = f"{name}: {value:.2f}"
         axes.axhline(value, color="0.3", linestyle=style, linewidth=1.2, label=label, zorder=1)

@@ -119,7 +119,9 @@ def test_resuming_from_any_checkpoint_gives_the_same_state(tmp_path):
             jax.tree.leaves(whole.params), jax.tree.leaves(resumed.params), strict=True
         ):
             np.testing.assert_array_equal(first, second)
-        assert [record["step"] for record in records(folder, "train")][-4:] == [4, 6, 8, 10]
+        # A run of 7 steps ends with a record of its own at step 7.
+        steps = [record["step"] for record in records(folder, "train")]
+        assert [step for step in steps if step % 2 == 0] == [2, 4, 6, 8, 10]
 
 
 def test_finished_run_does_nothing_more(tmp_path):

@@ -31,7 +31,8 @@ class MetricWriter:
     TensorBoard's events follow within seconds.
 
     TensorBoard gets each scalar as kind/name and each vector of up to 64 numbers as kind/name/00,
-    kind/name/01 and so on; of larger arrays it gets minimum, mean and maximum.
+    kind/name/01 and so on; of a matrix of up to 64 rows, such as the load by layer and expert, it
+    gets each row's minimum and maximum, and of larger arrays minimum, mean and maximum.
 
     Args:
         workdir: directory of the run.
@@ -172,6 +173,10 @@ def _curves(array: np.ndarray) -> Iterator[tuple[str, float]]:
         yield "", float(numbers)
     elif array.ndim == 1 and array.size <= _MAX_CURVES:
         yield from ((f"/{index:02d}", float(number)) for index, number in enumerate(numbers))
+    elif array.ndim == 2 and array.shape[0] <= _MAX_CURVES and array.size:
+        for index, row in enumerate(numbers):
+            yield f"/{index:02d}/min", float(row.min())
+            yield f"/{index:02d}/max", float(row.max())
     elif array.size:
         yield "/min", float(numbers.min())
         yield "/mean", float(numbers.mean())

@@ -145,7 +145,7 @@ def test_a_killed_process_loses_no_record_it_wrote(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_tensorboard_gets_scalars_vectors_and_the_range_of_larger_arrays(tmp_path):
+def test_tensorboard_gets_scalars_vectors_and_the_range_of_rows_and_of_larger_arrays(tmp_path):
     with MetricWriter(tmp_path) as writer:
         writer.write(
             7,
@@ -162,9 +162,10 @@ def test_tensorboard_gets_scalars_vectors_and_the_range_of_larger_arrays(tmp_pat
         "train/loss": [(7, 1.5)],
         "train/balance/00": [(7, 1.0)],
         "train/balance/01": [(7, 2.0)],
-        "train/load/min": [(7, 0.0)],
-        "train/load/mean": [(7, 0.5)],
-        "train/load/max": [(7, 1.0)],
+        "train/load/00/min": [(7, 0.0)],
+        "train/load/00/max": [(7, 1.0)],
+        "train/load/01/min": [(7, 0.25)],
+        "train/load/01/max": [(7, 0.75)],
         "train/wide/min": [(7, 0.0)],
         "train/wide/mean": [(7, 32.0)],
         "train/wide/max": [(7, 64.0)],

@@ -50,10 +50,15 @@ def grouped_matmul(
     if lhs.dtype != rhs.dtype:
         raise ValueError(f"lhs has type {lhs.dtype} and rhs {rhs.dtype}; they must be the same")
     if implementation is None:
-        implementation = "loop" if jax.default_backend() == "cpu" else "ragged_dot"
+        implementation = default_implementation()
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is not one of {IMPLEMENTATIONS}")
     return _grouped_matmul(lhs, rhs, group_sizes.astype(jnp.int32), implementation)
+
+
+def default_implementation() -> str:
+    """The fastest implementation on the default device."""
+    return "loop" if jax.default_backend() == "cpu" else "ragged_dot"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

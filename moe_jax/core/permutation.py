@@ -4,6 +4,8 @@ Rows are the T K assignments sorted by expert, those not kept last. Both moves a
 directions of differentiation; neither needs a scatter, which is slow on CPU and TPU.
 """
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,16 +13,22 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.routing import Routing, expert_counts
 
+UNROLLED_CHOICES = 16
+"""Up to so many choices a token XLA fuses the gathers of all into one sum over them; it would write
+[tokens, k, model] first if they were gathered at once, at five times the cost (2 choices, CPU)."""
+
 
 @chex.dataclass(frozen=True)
 class RowOrder:
     """Where each assignment stands once sorted by expert.
 
     Attributes:
-        token_of_row: int32[rows], the token whose copy a row holds.
-        row_of_assignment: int32[tokens, k], the inverse of the sort.
-        group_sizes: int32[experts], kept assignments of each expert; the rows of expert e follow
-            those of e - 1, and rows past the sum belong to none.
+        token_of_row: int32[rows], the token whose copy a row holds; T where it holds none, a row
+            of zeros.
+        row_of_assignment: int32[tokens, k], the row of each assignment; `rows` where it has none
+            and contributes 0. Inverse to `token_of_row`: the moves rely on it backward.
+        group_sizes: int32[experts], rows of each expert; those of expert e follow those of e - 1,
+            and rows past the sum belong to none.
     """
 
     token_of_row: Array
@@ -67,7 +75,7 @@ def combine(
 
 @jax.custom_vjp
 def _dispatch(tokens: Array, token_of_row: Array, row_of_assignment: Array) -> Array:
-    return tokens[token_of_row]
+    return _take(tokens, token_of_row)
 
 
 def _dispatch_forward(
@@ -77,9 +85,10 @@ def _dispatch_forward(
 
 
 def _dispatch_backward(row_of_assignment: Array, gradient: Array) -> tuple[Array, None, None]:
-    per_assignment = gradient[row_of_assignment]
-    summed = jnp.sum(per_assignment, axis=1, dtype=jnp.float32)
-    return summed.astype(gradient.dtype), None, None
+    def term(row: Array) -> Array:
+        return _take(gradient, row).astype(jnp.float32)
+
+    return _sum_over_choices(term, row_of_assignment).astype(gradient.dtype), None, None
 
 
 _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
@@ -89,9 +98,11 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 def _combine(
     rows: Array, combine_weight: Array, token_of_row: Array, row_of_assignment: Array
 ) -> Array:
-    answers = rows[row_of_assignment].astype(jnp.float32)
-    answers = jnp.where(combine_weight[:, :, None] == 0.0, 0.0, answers)
-    return jnp.sum(answers * combine_weight[:, :, None], axis=1).astype(rows.dtype)
+    def term(row: Array, weight: Array) -> Array:
+        weight = weight[:, None]
+        return jnp.where(weight == 0.0, 0.0, weight * _take(rows, row).astype(jnp.float32))
+
+    return _sum_over_choices(term, row_of_assignment, combine_weight).astype(rows.dtype)
 
 
 def _combine_forward(
@@ -105,17 +116,41 @@ def _combine_backward(
     residuals: tuple[Array, ...], gradient: Array
 ) -> tuple[Array, Array, None, None]:
     rows, combine_weight, token_of_row, row_of_assignment = residuals
-    answers = rows[row_of_assignment]
-    weight_gradient = jnp.einsum(
-        "tkd,td->tk", answers, gradient, preferred_element_type=jnp.float32
-    )
+
+    def term(row: Array) -> Array:
+        answer = _take(rows, row).astype(jnp.float32)
+        return jnp.sum(answer * gradient.astype(jnp.float32), axis=1)
+
+    if row_of_assignment.shape[1] <= UNROLLED_CHOICES:
+        weight_gradient = jnp.stack([term(row) for row in row_of_assignment.T], axis=1)
+    else:
+        weight_gradient = jax.lax.map(term, row_of_assignment.T).T
     weight_of_row = (
         jnp.zeros(token_of_row.shape, dtype=jnp.float32)
         .at[row_of_assignment.reshape(-1)]
-        .set(combine_weight.reshape(-1), unique_indices=True)
+        .set(combine_weight.reshape(-1), mode="drop", wrap_negative_indices=False)
     )
-    row_gradient = gradient[token_of_row].astype(jnp.float32) * weight_of_row[:, None]
+    row_gradient = _take(gradient, token_of_row).astype(jnp.float32) * weight_of_row[:, None]
     return row_gradient.astype(rows.dtype), weight_gradient, None, None
 
 
 _combine.defvjp(_combine_forward, _combine_backward)
+
+
+def _sum_over_choices(term: Callable[..., Array], *per_choice: Array) -> Array:
+    """Sum over choices k of term(column k of each array)."""
+    num_choices = per_choice[0].shape[1]
+    columns = [array.T for array in per_choice]
+    total = term(*(column[0] for column in columns))
+    if num_choices <= UNROLLED_CHOICES:
+        for choice in range(1, num_choices):
+            total = total + term(*(column[choice] for column in columns))
+        return total
+    return jax.lax.fori_loop(
+        1, num_choices, lambda k, total: total + term(*(column[k] for column in columns)), total
+    )
+
+
+def _take(values: Array, index: Array) -> Array:
+    """values[index], and 0 where an index is past the end."""
+    return values.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)

@@ -1,27 +1,32 @@
-"""The record of what a gate decided, the top-k router, and what to look at afterwards."""
+"""The record of what a gate decided, and what to look at afterwards."""
 
 import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.losses import clear_masked, load_balance_loss, router_z_loss
+from moe_jax.core.losses import clear_masked, gate_entropy, load_balance_loss, router_z_loss
 
 
 @chex.dataclass(frozen=True)
 class Routing:
     """What a gate decided for every token of a layer.
 
-    A scan over layers, vmap or shard_map may put further axes in front of every field.
+    A scan over layers, vmap or shard_map may put further axes in front of every field. Routers
+    whose tokens have no fixed number of experts (expert choice, dense, soft) have k = experts and
+    say in `keep` and `combine_weight` which of them answer.
 
     Attributes:
         expert_index: int32[tokens, k], the selected experts, best first.
         combine_weight: float32[tokens, k], weight of each expert's answer; 0 where not kept.
-        gate_logits: float32[tokens, experts], scores before the softmax.
+        gate_logits: float32[tokens, experts]; its softmax is the gate's distribution. -inf for an
+            expert that is closed.
         keep: bool[tokens, k], False where the assignment was dropped or its token masked.
         mask: bool[tokens], False for padding.
         load_balance_loss: float32[], see `load_balance_loss`.
         router_z_loss: float32[], see `router_z_loss`.
+        output_norm: float32[tokens, k], Euclidean norm of each expert's answer, 0 where not kept;
+            None unless the layer was asked to capture it.
     """
 
     expert_index: Array
@@ -31,11 +36,12 @@ class Routing:
     mask: Array
     load_balance_loss: Array
     router_z_loss: Array
+    output_norm: Array | None = None
 
 
 @chex.dataclass(frozen=True)
 class RoutingMetrics:
-    """Summary of one layer's routing.
+    """Summary of a layer's routing; leading axes are those in front of the record's fields.
 
     Attributes:
         load: float32[experts], share of the kept assignments each expert received; sums to 1, or to
@@ -52,71 +58,101 @@ class RoutingMetrics:
     dropped: Array
 
 
-def top_k_routing(
+def make_routing(
     gate_logits: Float[Array, "tokens experts"],
-    num_selected: int,
+    expert_index: Int[Array, "tokens k"],
+    weight: Float[Array, "tokens k"],
+    mask: Bool[Array, " tokens"],
     *,
-    renormalize: bool = True,
-    mask: Bool[Array, " tokens"] | None = None,
+    keep: Bool[Array, "tokens k"] | None = None,
+    expert_mask: Bool[Array, " experts"] | None = None,
+    z_logits: Float[Array, "tokens experts"] | None = None,
+    axis_names: tuple[str, ...] = (),
 ) -> Routing:
-    """Sends each token to the experts with the largest softmax probabilities.
-
-    With p = softmax(l) and S the K largest entries, the weights are p_e / sum_{j in S} p_j, or p_e
-    itself without renormalisation. For K = 1 renormalisation would make the weight a constant and
-    cut the gate off from the gradient, so p_e is used there. Equal logits go to the lower index.
+    """Completes a router's choice into a record: what is kept, the weights, the losses.
 
     Args:
-        gate_logits: scores, computed in float32 whatever their type.
-        num_selected: K, in [1, experts].
-        renormalize: make the weights of a token sum to 1 (for K > 1).
-        mask: False for padding, which is given no expert, no weight and no share in the losses.
-
-    Raises:
-        ValueError: if num_selected is not in [1, experts].
-
-    Reference: Shazeer et al. 2017 (arXiv 1701.06538); renormalised as in Mixtral (2401.04088).
+        gate_logits: see `Routing`; already `open_logits`.
+        expert_index: selected experts.
+        weight: their weights, of any value where not kept.
+        mask: False for padding.
+        keep: assignments that count; all of them if None. Those of masked tokens and closed experts
+            never do.
+        expert_mask: False for a closed expert.
+        z_logits: raw scores for the z-loss, where they differ from `gate_logits`.
+        axis_names: mesh axes that split the tokens, see `moe_jax.core.losses`.
     """
-    num_tokens, num_experts = gate_logits.shape
-    check_num_selected(num_selected, num_experts)
-    if mask is None:
-        mask = jnp.ones(num_tokens, dtype=jnp.bool_)
-    gate_logits = clear_masked(gate_logits, mask)
-    probability = jax.nn.softmax(gate_logits, axis=-1)
-    # Not by probability, which is 0 far below the largest, nor by logit: top_k puts 0 above -0.
-    log_probability = jax.nn.log_softmax(gate_logits, axis=-1)
-    _, expert_index = jax.lax.top_k(log_probability, num_selected)
-    weight = jnp.take_along_axis(probability, expert_index, axis=-1)
-    if renormalize and num_selected > 1:
-        weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
-    keep = jnp.broadcast_to(mask[:, None], expert_index.shape)
+    allowed = jnp.broadcast_to(mask[:, None], expert_index.shape)
+    if expert_mask is not None:
+        allowed = allowed & expert_mask[expert_index]
+    keep = allowed if keep is None else keep & allowed
     return Routing(
-        expert_index=expert_index,
+        expert_index=expert_index.astype(jnp.int32),
         combine_weight=jnp.where(keep, weight, 0.0),
         gate_logits=gate_logits,
         keep=keep,
         mask=mask,
-        load_balance_loss=load_balance_loss(gate_logits, expert_index, mask),
-        router_z_loss=router_z_loss(gate_logits, mask),
+        load_balance_loss=load_balance_loss(
+            gate_logits, expert_index, mask, expert_mask=expert_mask, axis_names=axis_names
+        ),
+        router_z_loss=router_z_loss(
+            gate_logits if z_logits is None else z_logits, mask, axis_names=axis_names
+        ),
     )
 
 
-def routing_metrics(routing: Routing) -> RoutingMetrics:
-    """Load, balance, entropy and dropped share of one layer; vmap it over stacked layers."""
-    num_experts = routing.gate_logits.shape[-1]
-    kept = expert_counts(routing.expert_index, routing.keep, num_experts).astype(jnp.float32)
-    load = kept / jnp.maximum(jnp.sum(kept), 1.0)
-    weight = routing.mask.astype(jnp.float32)
-    num_tokens = jnp.maximum(jnp.sum(weight), 1.0)
-    probability = jax.nn.softmax(routing.gate_logits, axis=-1)
-    # entr(0) is 0, where 0 log 0 is NaN: a logit may be -inf to close an expert.
-    entropy = jnp.sum(jax.scipy.special.entr(probability), axis=-1)
-    num_wanted = num_tokens * jnp.float32(routing.keep.shape[-1])
-    return RoutingMetrics(
-        load=load,
-        balance=jnp.max(load) * jnp.float32(num_experts),
-        entropy=jnp.sum(jnp.where(routing.mask, entropy, 0.0)) / num_tokens,
-        dropped=jnp.where(jnp.sum(weight) > 0, 1.0 - jnp.sum(kept) / num_wanted, 0.0),
-    )
+def open_logits(
+    gate_logits: Float[Array, "tokens experts"],
+    mask: Bool[Array, " tokens"] | None,
+    expert_mask: Bool[Array, " experts"] | None,
+) -> tuple[Float[Array, "tokens experts"], Bool[Array, " tokens"]]:
+    """Logits in float32 with masked rows 0 and closed experts -inf, and the mask as an array.
+
+    Raises:
+        ValueError: if a mask is not boolean or does not fit.
+    """
+    num_tokens, num_experts = gate_logits.shape
+    if num_experts < 1:
+        raise ValueError(f"gate_logits {gate_logits.shape} must score at least one expert")
+    if mask is None:
+        mask = jnp.ones(num_tokens, dtype=jnp.bool_)
+    _check_mask("mask", mask, num_tokens)
+    gate_logits = clear_masked(gate_logits, mask)
+    if expert_mask is not None:
+        _check_mask("expert_mask", expert_mask, num_experts)
+        # With every expert closed the logits stay finite; nothing is kept all the same.
+        closed = ~expert_mask & jnp.any(expert_mask)
+        gate_logits = jnp.where(closed[None, :], -jnp.inf, gate_logits)
+    return gate_logits, mask
+
+
+def routing_metrics(routing: Routing, *, axis_names: tuple[str, ...] = ()) -> RoutingMetrics:
+    """Load, balance, entropy and dropped share, of each layer where layers are stacked.
+
+    Args:
+        routing: a layer's record, or several stacked along leading axes.
+        axis_names: mesh axes that split the tokens, inside `shard_map`.
+    """
+
+    def one_layer(routing: Routing) -> RoutingMetrics:
+        num_experts = routing.gate_logits.shape[-1]
+        counts = expert_counts(routing.expert_index, routing.keep, num_experts)
+        num_wanted = jnp.sum(routing.mask, dtype=jnp.int32) * jnp.int32(routing.keep.shape[-1])
+        if axis_names:
+            counts, num_wanted = jax.lax.psum((counts, num_wanted), axis_names)
+        kept = counts.astype(jnp.float32)
+        load = kept / jnp.maximum(jnp.sum(kept), 1.0)
+        wanted = num_wanted.astype(jnp.float32)
+        return RoutingMetrics(
+            load=load,
+            balance=jnp.max(load) * jnp.float32(num_experts),
+            entropy=gate_entropy(routing.gate_logits, routing.mask, axis_names=axis_names),
+            dropped=jnp.where(wanted > 0, 1.0 - jnp.sum(kept) / jnp.maximum(wanted, 1.0), 0.0),
+        )
+
+    for _ in range(routing.gate_logits.ndim - 2):
+        one_layer = jax.vmap(one_layer)
+    return one_layer(routing)
 
 
 def expert_counts(
@@ -134,7 +170,16 @@ def expert_counts(
 
 def check_num_selected(num_selected: int, num_experts: int) -> None:
     """Raises ValueError unless 1 <= num_selected <= num_experts."""
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts} must be at least 1")
     if num_selected < 1:
         raise ValueError(f"num_selected={num_selected} must be at least 1")
     if num_selected > num_experts:
         raise ValueError(f"num_selected={num_selected} exceeds num_experts={num_experts}")
+
+
+def _check_mask(name: str, mask: Array, length: int) -> None:
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"{name} has type {mask.dtype}; expected bool")
+    if mask.shape != (length,):
+        raise ValueError(f"{name} {mask.shape} does not fit: expected ({length},)")

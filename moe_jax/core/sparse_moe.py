@@ -1,97 +1,265 @@
-"""The sparse mixture-of-experts layer."""
+"""The mixture-of-experts layer: a router, a way of laying the tokens out, and the experts."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from flax.core import FrozenDict
+from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.core.capacity import expert_capacity, limit_capacity, order_by_capacity
 from moe_jax.core.experts import ExpertFFN, FeedForward
-from moe_jax.core.permutation import combine, dispatch, sort_by_expert
-from moe_jax.core.routing import Routing, check_num_selected, top_k_routing
+from moe_jax.core.permutation import RowOrder, combine, dispatch, sort_by_expert
+from moe_jax.core.routers import (
+    ROUTERS,
+    ExpertChoiceRouter,
+    SoftRouter,
+    check_options,
+    named_module,
+)
+from moe_jax.core.routing import Routing, check_num_selected
+from moe_jax.core.soft import SoftWeights, answer_tokens, fill_slots
 
 
 class SparseMoE(nn.Module):
-    """Each token goes to the experts its gate scores highest; none is dropped.
+    """Each token goes to the experts its router chooses; by default none is dropped.
 
-    y = sum_{e in S(x)} w_e(x) FFN_e(x) + sum_s FFN_s(x), with S(x) and w from `top_k_routing` on
-    the logits x G, and s over the shared experts, which see every token.
+    y = sum_{e in S(x)} w_e(x) FFN_e(x) + sum_s FFN_s(x), with S(x) and w from the router, and s
+    over the shared experts, which see every token.
 
-    Parameters, float32: `gate` [model, experts], `experts` as in `ExpertFFN`, and
-    `shared_experts` as in `FeedForward`.
+    Parameters, float32: those of the `router`, `experts` as in `ExpertFFN`, and `shared_experts` as
+    in `FeedForward` of width num_shared_experts x hidden_dim. The routers with state keep it in
+    collection `router_state`.
+
+    For example, 8 gated experts of which each token uses 2, and a layer in the manner of
+    DeepSeek-V3:
+
+        SparseMoE(num_experts=8, num_selected=2, hidden_dim=1024)
+        SparseMoE(num_experts=64, num_selected=6, hidden_dim=256, num_shared_experts=2,
+                  router="sigmoid", router_options={"num_groups": 8, "num_selected_groups": 3})
 
     Attributes:
         num_experts: E.
-        num_selected: K, experts a token goes to.
+        num_selected: K, experts a token goes to (on average, for expert choice).
         hidden_dim: inner width of one expert.
         num_shared_experts: experts that see every token, besides the E.
-        renormalize: see `top_k_routing`.
-        activation, dtype, down_scale, implementation: see `ExpertFFN`.
+        router: a key of `ROUTERS`.
+        router_options: attributes of that router, its gate among them.
+        capacity_factor: None drops nothing. A number lets each expert answer at most
+            `expert_capacity` assignments.
+        capacity_priority: which assignments stay, see `limit_capacity`.
+        activation, gated, dropout_rate, dtype, down_scale, implementation: see `ExpertFFN`.
     """
 
     num_experts: int
     num_selected: int
     hidden_dim: int
     num_shared_experts: int = 0
-    renormalize: bool = True
+    router: str = "top_k"
+    router_options: Mapping[str, Any] = FrozenDict()
+    capacity_factor: float | None = None
+    capacity_priority: str = "position"
     activation: str = "silu"
+    gated: bool = True
+    dropout_rate: float = 0.0
     dtype: jax.typing.DTypeLike = jnp.float32
     down_scale: float = 1.0
     implementation: str | None = None
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "*batch model"], mask: Bool[Array, "*batch"] | None = None
+        self,
+        x: Float[Array, "*batch model"],
+        mask: Bool[Array, "*batch"] | None = None,
+        *,
+        token_ids: Int[Array, "*batch"] | None = None,
+        expert_mask: Bool[Array, " experts"] | None = None,
+        deterministic: bool = True,
+        capture: bool = False,
     ) -> tuple[Float[Array, "*batch model"], Routing]:
         """Routes, applies the experts and combines.
 
         Args:
-            x: tokens; leading axes are flattened for routing.
+            x: tokens; leading axes are flattened for routing, except by the soft router, for which
+                the last of them is a sequence.
             mask: False for padding, whose output is 0 and which changes nothing else.
+            token_ids: for the hash router.
+            expert_mask: False for a closed (pruned) expert, which gets no token. Data, not shape:
+                changing it does not recompile.
+            deterministic: False while training, where noise, jitter and dropout draw from the
+                random streams `router` and `dropout`, and Sinkhorn balances.
+            capture: fill the record's `output_norm`.
 
         Returns:
             The layer's output in the type of `x`, and the `Routing` of the flattened tokens.
 
         Raises:
-            ValueError: if num_selected is not in [1, num_experts], or the mask does not fit x.
+            ValueError: naming the attribute or argument, its value and what is accepted.
         """
-        check_num_selected(self.num_selected, self.num_experts)
+        self._check(x)
+        shape = x.shape[:-1]
         tokens = x.reshape(-1, x.shape[-1])
+        # Checked before it is flattened: a transposed mask would fit and cover other tokens.
+        mask = None if mask is None else _flatten("mask", mask, shape)
+        token_ids = None if token_ids is None else _flatten("token_ids", token_ids, shape)
         if mask is not None:
-            # Checked before it is flattened: a transposed mask would fit and cover other tokens.
-            if mask.shape != x.shape[:-1]:
-                raise ValueError(
-                    f"mask {mask.shape} does not fit x {x.shape}: expected {x.shape[:-1]}"
-                )
-            mask = mask.reshape(-1)
+            if mask.dtype != jnp.bool_:
+                raise ValueError(f"mask has type {mask.dtype}; expected bool")
             # A NaN in padding would otherwise reach the weights' gradients as 0 NaN.
             tokens = jnp.where(mask[:, None], tokens, jnp.zeros_like(tokens))
-        gate = self.param(
-            "gate", nn.initializers.lecun_normal(), (x.shape[-1], self.num_experts), jnp.float32
+        module = named_module("router", self.router, ROUTERS)
+        options = check_options("router_options", self.router, module, self.router_options)
+        router = module(
+            num_experts=self.num_experts, num_selected=self.num_selected, **options, name="router"
         )
-        gate_logits = jnp.dot(tokens.astype(jnp.float32), gate, precision="highest")
-        routing = top_k_routing(
-            gate_logits, self.num_selected, renormalize=self.renormalize, mask=mask
-        )
-        order = sort_by_expert(routing)
         experts = ExpertFFN(
             num_experts=self.num_experts,
             hidden_dim=self.hidden_dim,
             activation=self.activation,
+            gated=self.gated,
+            dropout_rate=self.dropout_rate,
             dtype=self.dtype,
             down_scale=self.down_scale,
             implementation=self.implementation,
             name="experts",
         )
-        rows = experts(dispatch(tokens.astype(self.dtype), order), order.group_sizes)
-        out = combine(rows, routing.combine_weight, order).astype(x.dtype)
+        if isinstance(router, SoftRouter):
+            sequences = (math.prod(shape[:-1]), shape[-1] if shape else 1)
+            out, routing = self._soft(
+                router, experts, tokens, mask, sequences, expert_mask, deterministic, capture
+            )
+        else:
+            routing = router(
+                tokens,
+                mask,
+                token_ids=token_ids,
+                expert_mask=expert_mask,
+                deterministic=deterministic,
+            )
+            routing, order, is_even = self._lay_out(router, routing)
+            rows = experts(
+                dispatch(tokens.astype(self.dtype), order),
+                None if is_even else order.group_sizes,
+                deterministic=deterministic,
+                row_ids=_assignment_of_row(order) if self.dropout_rate else None,
+            )
+            out = combine(rows, routing.combine_weight, order)
+            if capture:
+                routing = routing.replace(output_norm=_norm_of_assignment(rows, order, routing))
+        out = out.astype(x.dtype)
         if self.num_shared_experts:
             # Shared experts side by side are one feed-forward network of their joint width.
             shared = FeedForward(
                 hidden_dim=self.num_shared_experts * self.hidden_dim,
                 activation=self.activation,
+                gated=self.gated,
                 dtype=self.dtype,
                 down_scale=self.down_scale,
                 name="shared_experts",
             )
             out = out + shared(tokens).astype(x.dtype)
         return out.reshape(x.shape), routing
+
+    def _check(self, x: Array) -> None:
+        check_num_selected(self.num_selected, self.num_experts)
+        for name, at_least in (("hidden_dim", 1), ("num_shared_experts", 0)):
+            if getattr(self, name) < at_least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {at_least}")
+        if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"x {x.shape} of type {x.dtype}: expected floats [..., model]")
+        chooses_tokens = self.router in ("expert_choice", "soft")
+        if self.capacity_factor is not None and chooses_tokens:
+            raise ValueError(
+                f"capacity_factor={self.capacity_factor} does not apply to router={self.router!r}"
+            )
+
+    def _lay_out(self, router: nn.Module, routing: Routing) -> tuple[Routing, RowOrder, bool]:
+        """The routing after drops, the order of its rows, and whether all groups are equal."""
+        num_tokens = routing.mask.shape[0]
+        if isinstance(router, ExpertChoiceRouter):
+            capacity = min(router.capacity(num_tokens), max(num_tokens, 1))
+            return routing, order_by_capacity(routing, capacity), True
+        if self.capacity_factor is None:
+            return routing, sort_by_expert(routing), False
+        capacity = expert_capacity(
+            num_tokens, self.num_selected, self.num_experts, self.capacity_factor
+        )
+        routing = limit_capacity(routing, capacity, priority=self.capacity_priority)
+        return routing, order_by_capacity(routing, capacity), True
+
+    def _soft(
+        self,
+        router: nn.Module,
+        experts: nn.Module,
+        tokens: Array,
+        mask: Array | None,
+        shape: tuple[int, int],
+        expert_mask: Array | None,
+        deterministic: bool,
+        capture: bool,
+    ) -> tuple[Array, Routing]:
+        if mask is None:
+            mask = jnp.ones(tokens.shape[0], dtype=jnp.bool_)
+        sequences = tokens.reshape(*shape, tokens.shape[-1])
+        routing, weights = router(
+            sequences,
+            mask.reshape(shape),
+            expert_mask=expert_mask,
+            deterministic=deterministic,
+        )
+        slots = jax.vmap(fill_slots)(sequences.astype(self.dtype), weights)
+        num_sequences, num_slots, model_dim = slots.shape
+        # [sequences, experts x slots] -> [experts x sequences x slots], equal groups of rows.
+        by_expert = (num_sequences, self.num_experts, num_slots // self.num_experts, model_dim)
+        rows = jnp.swapaxes(slots.reshape(by_expert), 0, 1)
+        answers = experts(
+            rows.reshape(-1, model_dim),
+            None,
+            deterministic=deterministic,
+            row_ids=jnp.arange(num_sequences * num_slots, dtype=jnp.int32),
+        )
+        answers = jnp.swapaxes(answers.reshape(rows.shape), 0, 1).reshape(slots.shape)
+        out = jax.vmap(answer_tokens)(answers, weights)
+        if capture:
+            routing = routing.replace(output_norm=_norm_of_slots(answers, weights, routing))
+        return out.reshape(tokens.shape), jax.tree.map(_merge_sequences, routing)
+
+
+def _flatten(name: str, values: Array, shape: tuple[int, ...]) -> Array:
+    if values.shape != shape:
+        raise ValueError(f"{name} {values.shape} does not fit x: expected {shape}")
+    return values.reshape(-1)
+
+
+def _merge_sequences(leaf: Array) -> Array:
+    """[sequences, tokens, ...] -> [sequences x tokens, ...]; a loss of each is averaged."""
+    if leaf.ndim == 1:
+        return jnp.sum(leaf) / max(leaf.shape[0], 1)
+    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
+
+
+def _assignment_of_row(order: RowOrder) -> Array:
+    """Number t K + k of the assignment in each row; 0 in rows that hold none."""
+    assignment = jnp.arange(order.row_of_assignment.size, dtype=jnp.int32)
+    row = order.row_of_assignment.reshape(-1)
+    return jnp.zeros_like(order.token_of_row).at[row].set(assignment, mode="drop")
+
+
+def _norm_of_assignment(rows: Array, order: RowOrder, routing: Routing) -> Array:
+    norm = jnp.sqrt(jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=-1))
+    norm = norm.at[order.row_of_assignment].get(mode="fill", fill_value=0.0)
+    return jnp.where(routing.keep, norm, 0.0)
+
+
+def _norm_of_slots(answers: Array, weights: SoftWeights, routing: Routing) -> Array:
+    """Norm of what an expert adds to a token, before its weight: a mean over the expert's slots."""
+    num_sequences, num_tokens, num_experts = routing.expert_index.shape
+    split = (num_sequences, num_tokens, num_experts, -1)
+    answers = answers.astype(jnp.float32).reshape(num_sequences, num_experts, -1, answers.shape[-1])
+    added = jnp.einsum("ntep,nepd->nted", weights.combine.reshape(split), answers)
+    total = routing.combine_weight
+    norm = jnp.sqrt(jnp.sum(jnp.square(added), axis=-1)) / jnp.where(total > 0, total, 1.0)
+    return jnp.where(routing.keep & (total > 0), norm, 0.0)

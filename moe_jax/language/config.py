@@ -1,10 +1,15 @@
 """Shape of a decoder language model."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
+from flax.core import FrozenDict
 
+from moe_jax.core.capacity import PRIORITIES, expert_capacity
 from moe_jax.core.experts import ACTIVATIONS
+from moe_jax.core.routers import ROUTERS, check_options
 from moe_jax.core.routing import check_num_selected
 
 LAYER_KINDS = ("dense", "sparse")
@@ -25,9 +30,12 @@ class LanguageModelConfig:
         head_dim: width of a head, even; model_dim / num_heads if 0.
         layer_pattern: kind of each layer, `dense` or `sparse`, repeated to num_layers.
         hidden_dim: inner width of a dense layer's feed-forward network.
-        num_experts, num_selected, expert_hidden_dim, num_shared_experts, renormalize: see
-            `moe_jax.core.SparseMoE`; used by sparse layers.
-        activation: `silu` or `gelu`, gating the feed-forward networks.
+        num_experts, num_selected, expert_hidden_dim, num_shared_experts, router, router_options,
+            capacity_factor, capacity_priority, expert_dropout: see `moe_jax.core.SparseMoE`; used
+            by sparse layers. A router or priority that looks at later tokens is refused. A hash
+            router hashes the token ids.
+        activation: `silu`, `gelu` or `relu`, of the feed-forward networks.
+        gated: gate them, activation(gate x) * (up x), or not, activation(up x).
         qk_norm: normalise queries and keys (arXiv 2302.05442), which tolerates larger steps.
         rope_base: base of the rotary frequencies (arXiv 2104.09864).
         tie_embeddings: use the input embedding as output projection.
@@ -53,7 +61,12 @@ class LanguageModelConfig:
     num_selected: int = 0
     expert_hidden_dim: int = 0
     num_shared_experts: int = 0
-    renormalize: bool = True
+    router: str = "top_k"
+    router_options: Mapping[str, Any] = FrozenDict()
+    capacity_factor: float | None = None
+    capacity_priority: str = "position"
+    expert_dropout: float = 0.0
+    gated: bool = True
     activation: str = "silu"
     qk_norm: bool = True
     rope_base: float = 10_000.0
@@ -86,11 +99,30 @@ class LanguageModelConfig:
                 _check_integer(self, name)
             check_num_selected(self.num_selected, self.num_experts)
             _check_integer(self, "num_shared_experts", at_least=0)
+            self._check_router()
         if not self.rope_base > 1:
             raise ValueError(f"rope_base={self.rope_base} must exceed 1")
         _check_one_of("activation", self.activation, tuple(ACTIVATIONS))
         _check_one_of("remat", self.remat, REMAT_POLICIES)
         _check_one_of("dtype", self.dtype, tuple(DTYPES))
+
+    def _check_router(self) -> None:
+        _check_one_of("router", self.router, tuple(ROUTERS))
+        router = ROUTERS[self.router]
+        object.__setattr__(self, "router_options", FrozenDict(self.router_options))
+        check_options("router_options", self.router, router, self.router_options)
+        _check_one_of("capacity_priority", self.capacity_priority, PRIORITIES)
+        if self.capacity_factor is not None:
+            expert_capacity(1, self.num_selected, self.num_experts, self.capacity_factor)
+        limited_by_score = self.capacity_factor is not None and self.capacity_priority == "score"
+        if router.looks_ahead or limited_by_score:
+            name = "router" if router.looks_ahead else "capacity_priority"
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} lets a token's output depend on later tokens, "
+                "which a causal model cannot know; use it in moe_jax.core.SparseMoE directly"
+            )
+        if not 0 <= self.expert_dropout < 1:
+            raise ValueError(f"expert_dropout={self.expert_dropout} is not in [0, 1)")
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

@@ -1,8 +1,13 @@
-"""Parameters and floating-point operations of a decoder, counted from its shape."""
+"""Parameters and floating-point operations of a decoder."""
 
+import math
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from moe_jax.language.config import LanguageModelConfig
+from moe_jax.language.model import LanguageModel
 
 
 class ParameterCounts(NamedTuple):
@@ -19,25 +24,18 @@ class ParameterCounts(NamedTuple):
 
 
 def count_parameters(config: LanguageModelConfig) -> ParameterCounts:
-    """Parameters of `LanguageModel(config)`."""
-    width, head_dim = config.model_dim, config.head_dim
-    num_dense = config.num_layers - config.num_sparse_layers
-    query = width * config.num_heads * head_dim
-    key_value = 2 * width * config.num_kv_heads * head_dim
-    norms = 2 * width + (2 * head_dim if config.qk_norm else 0)
-    shared = config.num_layers * (2 * query + key_value + norms) + width
-    shared += num_dense * 3 * width * config.hidden_dim
-    expert = 3 * width * config.expert_hidden_dim
-    shared += config.num_sparse_layers * (
-        width * config.num_experts + config.num_shared_experts * expert
-    )
-    embedding = config.vocab_size * width
-    head = 0 if config.tie_embeddings else embedding
-    experts = config.num_sparse_layers * expert
-    return ParameterCounts(
-        total=shared + embedding + head + experts * config.num_experts,
-        active=shared + embedding + experts * config.num_selected,
-    )
+    """Parameters of `LanguageModel(config)`, from its shapes alone."""
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    shapes = jax.eval_shape(LanguageModel(config).init, jax.random.key(0), tokens)["params"]
+    total = idle = 0
+    for path, leaf in jax.tree.leaves_with_path(shapes):
+        size = math.prod(leaf.shape)
+        total += size
+        if any(entry.key == "experts" for entry in path):
+            idle += size // config.num_experts * (config.num_experts - config.num_selected)
+    if not config.tie_embeddings:
+        idle += config.vocab_size * config.model_dim
+    return ParameterCounts(total=total, active=total - idle)
 
 
 def training_flops_per_token(config: LanguageModelConfig, sequence_length: int) -> float:

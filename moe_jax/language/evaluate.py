@@ -30,19 +30,19 @@ class Evaluation(NamedTuple):
 def make_evaluation(
     model: LanguageModel, *, sequence_length: int, batch_size: int, pad_id: int
 ) -> Callable[[PyTree, TokenizedDocuments], Evaluation]:
-    """Builds (params, documents) -> Evaluation, compiled once.
+    """Builds (variables, documents) -> Evaluation, compiled once.
 
     Documents are scored in windows of `sequence_length` that advance by a quarter of it, so that
     every token but a document's first ones has at least three quarters of a window of context.
     """
 
     @jax.jit
-    def nats(params: PyTree, batch: Batch) -> Array:
-        logits, _ = forward(model, params, batch)
+    def nats(variables: PyTree, batch: Batch) -> Array:
+        logits, _ = forward(model, variables, batch)
         losses = token_losses(logits, batch["targets"], batch["loss_mask"])
         return jnp.sum(losses, axis=1)
 
-    def evaluate(params: PyTree, documents: TokenizedDocuments) -> Evaluation:
+    def evaluate(variables: PyTree, documents: TokenizedDocuments) -> Evaluation:
         bits = np.zeros(len(documents))
         windows = evaluation_windows(
             documents,
@@ -54,7 +54,7 @@ def make_evaluation(
         for batch in windows:
             document = batch.pop("document_index")
             is_real = document >= 0
-            row_bits = np.asarray(nats(params, batch), np.float64) / math.log(2.0)
+            row_bits = np.asarray(nats(variables, batch), np.float64) / math.log(2.0)
             np.add.at(bits, document[is_real], row_bits[is_real])
         return Evaluation(bits, float(bits.sum() / documents.num_bytes.sum()))
 

@@ -24,7 +24,7 @@ from moe_jax.language.config import LanguageModelConfig
 from moe_jax.language.corpus import Corpus, load_corpus
 from moe_jax.language.counts import count_parameters, training_flops_per_token
 from moe_jax.language.evaluate import Evaluation, make_evaluation, sample_documents
-from moe_jax.language.fit import batch_weight, make_loss_function
+from moe_jax.language.fit import batch_weight, make_loss_function, make_model_state_update
 from moe_jax.language.generate import generate
 from moe_jax.language.model import LanguageModel
 from moe_jax.language.plots import plot_expert_load, plot_loss
@@ -37,7 +37,7 @@ from moe_jax.training.memory import keep_freed_memory
 from moe_jax.training.metrics import MetricWriter, read_metrics
 from moe_jax.training.optimizer import make_optimizer
 from moe_jax.training.progress import Progress
-from moe_jax.training.state import TrainState, init_state
+from moe_jax.training.state import TrainState, init_state, variables_of
 from moe_jax.training.step import make_train_step
 from moe_jax.training.workdir import lock_workdir, prepare_workdir
 
@@ -78,7 +78,7 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
         state = _train(settings, folder, tokenizer, corpus, model, evaluate, interrupts)
         if interrupts.requested is None:
             logging.info("scoring all %d held-out documents", len(corpus.held_out))
-            evaluation = evaluate(state.params, corpus.held_out)
+            evaluation = evaluate(variables_of(state), corpus.held_out)
         if interrupts.requested is not None:
             print(f"saved step {int(state.step)} of {settings.train.num_steps} in {folder}")
             print("to resume, run the same command again")
@@ -87,7 +87,7 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
         _draw_figures(folder)
         num_documents = len(corpus.held_out)
         print(f"held out: {evaluation.bits_per_byte:.4f} bits per byte, {num_documents} documents")
-        _print_sample(settings, tokenizer, model, state.params)
+        _print_sample(settings, tokenizer, model, variables_of(state))
     return 0
 
 
@@ -121,6 +121,7 @@ def _train(
         optimizer,
         batch_weight=batch_weight,
         accumulate=data.accumulate,
+        update_model_state=make_model_state_update(model.config, settings.loss),
     )
     batches = make_batches(
         corpus.train,
@@ -133,11 +134,12 @@ def _train(
 
     def init() -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(settings.seed))
-        params = model.init(init_key, jnp.zeros((1, 8), dtype=jnp.int32))["params"]
-        return init_state(run_key, params, optimizer)
+        model_state = dict(model.init(init_key, jnp.zeros((1, 8), dtype=jnp.int32)))
+        params = model_state.pop("params")
+        return init_state(run_key, params, optimizer, model_state)
 
-    def score(params: PyTree) -> dict[str, float]:
-        return {"bits_per_byte": evaluate(params, sample).bits_per_byte}
+    def score(state: TrainState) -> dict[str, float]:
+        return {"bits_per_byte": evaluate(variables_of(state), sample).bits_per_byte}
 
     num_tokens = data.batch_size * data.sequence_length
     flops = num_tokens * training_flops_per_token(model.config, data.sequence_length)
@@ -187,14 +189,14 @@ def _draw_figures(folder: Path) -> None:
 
 
 def _print_sample(
-    settings: Settings, tokenizer: Tokenizer, model: LanguageModel, params: PyTree
+    settings: Settings, tokenizer: Tokenizer, model: LanguageModel, variables: PyTree
 ) -> None:
     prompt = settings.sample.prompt
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt.encode()).tolist()]
     new = generate(
         jax.random.key(settings.seed),
         model,
-        params,
+        variables,
         ids,
         settings.sample.num_tokens,
         context_length=settings.data.sequence_length,

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core import FeedForward, Routing, SparseMoE
+from moe_jax.core.gates import STATE
 from moe_jax.language.attention import Attention, RMSNorm
 from moe_jax.language.config import DTYPES, LanguageModelConfig
 
@@ -15,11 +16,13 @@ class Layer(nn.Module):
 
     config: LanguageModelConfig
     kind: str
+    deterministic: bool
 
     @nn.compact
     def __call__(
         self,
         x: Float[Array, "batch length model"],
+        tokens: Int[Array, "batch length"],
         segment_ids: Int[Array, "batch length"],
         positions: Int[Array, "batch length"],
     ) -> tuple[Float[Array, "batch length model"], Routing | None]:
@@ -35,6 +38,7 @@ class Layer(nn.Module):
             out = FeedForward(
                 hidden_dim=config.hidden_dim,
                 activation=config.activation,
+                gated=config.gated,
                 dtype=dtype,
                 down_scale=down_scale,
                 name="feed_forward",
@@ -45,12 +49,17 @@ class Layer(nn.Module):
             num_selected=config.num_selected,
             hidden_dim=config.expert_hidden_dim,
             num_shared_experts=config.num_shared_experts,
-            renormalize=config.renormalize,
+            router=config.router,
+            router_options=config.router_options,
+            capacity_factor=config.capacity_factor,
+            capacity_priority=config.capacity_priority,
+            dropout_rate=config.expert_dropout,
             activation=config.activation,
+            gated=config.gated,
             dtype=dtype,
             down_scale=down_scale,
             name="moe",
-        )(normed, mask=segment_ids > 0)
+        )(normed, segment_ids > 0, token_ids=tokens, deterministic=self.deterministic)
         return x + out.astype(x.dtype), routing
 
 
@@ -59,16 +68,19 @@ class Period(nn.Module):
 
     config: LanguageModelConfig
     kinds: tuple[str, ...]
+    deterministic: bool
 
     @nn.compact
     def __call__(
-        self, x: Array, segment_ids: Array, positions: Array
+        self, x: Array, tokens: Array, segment_ids: Array, positions: Array
     ) -> tuple[Array, tuple[Routing, ...]]:
         """Returns the new residual stream, and the routing of the sparse layers in order."""
         routings = []
         for index, kind in enumerate(self.kinds):
-            layer = _rematerialised(Layer, self.config.remat)
-            x, routing = layer(self.config, kind, name=f"layer_{index}")(x, segment_ids, positions)
+            layer = _rematerialised(Layer, self.config.remat)(
+                self.config, kind, self.deterministic, name=f"layer_{index}"
+            )
+            x, routing = layer(x, tokens, segment_ids, positions)
             if routing is not None:
                 routings.append(routing)
         return x, tuple(routings)
@@ -78,7 +90,8 @@ class LanguageModel(nn.Module):
     """Decoder-only language model over packed documents.
 
     Parameters: `embedding` [vocab, model], `blocks_i` the layers of one run of equal periods with a
-    leading axis over its repetitions, `final_norm`, and `head` [model, vocab] unless tied.
+    leading axis over its repetitions, `final_norm`, and `head` [model, vocab] unless tied. Routers
+    with state keep it in collection `router_state`, laid out likewise.
     """
 
     config: LanguageModelConfig
@@ -89,6 +102,8 @@ class LanguageModel(nn.Module):
         tokens: Int[Array, "batch length"],
         segment_ids: Int[Array, "batch length"] | None = None,
         positions: Int[Array, "batch length"] | None = None,
+        *,
+        deterministic: bool = True,
     ) -> tuple[Float[Array, "batch length vocab"], Routing | None]:
         """Scores the next token at every place.
 
@@ -97,6 +112,8 @@ class LanguageModel(nn.Module):
             segment_ids: document of each token within its row; 0 is padding. One document a row if
                 None.
             positions: place of each token in its document; counted along the row if None.
+            deterministic: False while training, see `SparseMoE`; what draws takes the random
+                streams `router` and `dropout`.
 
         Returns:
             Logits in float32, and the routing of the sparse layers stacked along a leading axis
@@ -120,8 +137,8 @@ class LanguageModel(nn.Module):
         routings = []
         for run, (kinds, repeats) in enumerate(layer_runs(config.layer_kinds)):
             x, stacked = _repeated(repeats, config.scan_layers)(
-                config, kinds, name=f"blocks_{run}"
-            )(x, segment_ids, positions)
+                config, kinds, deterministic, name=f"blocks_{run}"
+            )(x, tokens, segment_ids, positions)
             if stacked:
                 routings.append(_in_layer_order(stacked))
         x = RMSNorm(dtype=dtype, name="final_norm")(x)
@@ -161,9 +178,9 @@ def layer_runs(kinds: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
 def _repeated(repeats: int, scan: bool) -> type[nn.Module]:
     return nn.scan(
         Period,
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        in_axes=(nn.broadcast, nn.broadcast),
+        variable_axes={"params": 0, STATE: 0},
+        split_rngs={"params": True, "router": True, "dropout": True},
+        in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
         length=repeats,
         # Unrolling keeps the parameters' layout, so a checkpoint serves both ways of compiling.
         unroll=1 if scan else repeats,

@@ -86,7 +86,7 @@ def train(
     state: TrainState,
     batches: Batches,
     train_step: Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]],
-    evaluate: Callable[[PyTree], Mapping[str, float]],
+    evaluate: Callable[[TrainState], Mapping[str, float]],
     config: LoopConfig,
     *,
     checkpoints: Checkpoints,
@@ -139,7 +139,7 @@ def train(
         evaluation = None
         if step % config.eval_every == 0 or last:
             with window.paused():
-                evaluation = evaluate(state.params)
+                evaluation = evaluate(state)
             writer.write(step, "eval", evaluation)
         if step % config.checkpoint_every == 0 or last:
             with window.paused():

@@ -10,8 +10,10 @@ from jaxtyping import Array, Bool, PyTree
 
 from moe_jax.training.state import TrainState
 
-LossFunction = Callable[[PyTree, PyTree, Array, Array], tuple[Array, dict[str, Array]]]
-"""(params, batch, weight, key) -> (loss, metrics); see `make_train_step`."""
+LossFunction = Callable[
+    [PyTree, PyTree, PyTree, Array, Array], tuple[Array, tuple[dict[str, Array], PyTree]]
+]
+"""(params, model_state, batch, share, key) -> (loss, (metrics, totals)); see `make_train_step`."""
 
 
 def make_train_step(
@@ -20,17 +22,22 @@ def make_train_step(
     *,
     batch_weight: Callable[[PyTree], Array],
     accumulate: int = 1,
+    update_model_state: Callable[[PyTree, PyTree], PyTree] | None = None,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Builds the jitted step (state, batch) -> (state, metrics), which donates the state.
 
     With A = `accumulate` the batch's leading axis is cut into A equal parts, whose gradients are
-    summed. `loss_function(params, part, share, key)` returns a part's loss, already scaled so that
-    the sum over parts is the loss of the whole batch: `share` is the part's share of
-    `batch_weight(batch)`, 1 without accumulation. Metrics are averaged with the same shares.
+    summed. `loss_function(params, model_state, part, share, key)` returns a part's loss, already
+    scaled so that the sum over parts is the loss of the whole batch: `share` is the part's share of
+    `batch_weight(batch)`, 1 without accumulation. Its metrics are averaged with the same shares,
+    its totals, such as counts, are summed.
 
-    A step whose loss or gradient is not finite leaves parameters and optimiser as they were; it is
-    counted in `skipped` and `skipped_in_row`. The metrics gain `loss`, `gradient_norm`,
-    `update_applied` and both counters.
+    `update_model_state(model_state, totals)` gives the model state after the step: once a step
+    however many parts it has. None leaves it as it is.
+
+    A step whose loss or gradient is not finite leaves parameters, model state and optimiser as they
+    were; it is counted in `skipped` and `skipped_in_row`. The metrics gain `loss`,
+    `gradient_norm`, `update_applied` and both counters.
 
     Raises:
         ValueError: at trace time, if the batch does not divide into `accumulate` parts.
@@ -39,9 +46,10 @@ def make_train_step(
         raise ValueError(f"accumulate={accumulate} must be at least 1")
     gradient_function = jax.value_and_grad(loss_function, has_aux=True)
 
-    def gradients(params: PyTree, batch: PyTree, key: Array) -> tuple[Any, PyTree]:
+    def gradients(state: TrainState, batch: PyTree, key: Array) -> tuple[Any, PyTree]:
+        fixed = state.params, state.model_state
         if accumulate == 1:
-            return gradient_function(params, batch, jnp.ones((), dtype=jnp.float32), key)
+            return gradient_function(*fixed, batch, jnp.ones((), dtype=jnp.float32), key)
         parts = jax.tree.map(lambda leaf: _split(leaf, accumulate), batch)
         weights = jax.vmap(batch_weight)(parts).astype(jnp.float32)
         total_weight = jnp.sum(weights)
@@ -50,31 +58,36 @@ def make_train_step(
 
         def add_part(total: PyTree, inputs: tuple[PyTree, Array, Array]) -> tuple[PyTree, None]:
             part, share, index = inputs
-            (loss, metrics), gradient = gradient_function(
-                params, part, share, jax.random.fold_in(key, index)
+            (loss, (metrics, totals)), gradient = gradient_function(
+                *fixed, part, share, jax.random.fold_in(key, index)
             )
             metrics = jax.tree.map(lambda leaf: leaf * share, metrics)
-            return jax.tree.map(jnp.add, total, ((loss, metrics), gradient)), None
+            new = (loss, (metrics, totals)), gradient
+            return jax.tree.map(jnp.add, total, new), None
 
         first = jax.tree.map(lambda leaf: leaf[0], parts)
-        shapes = jax.eval_shape(gradient_function, params, first, shares[0], key)
+        shapes = jax.eval_shape(gradient_function, *fixed, first, shares[0], key)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         index = jnp.arange(accumulate, dtype=jnp.int32)
         return jax.lax.scan(add_part, zeros, (parts, shares, index))[0]
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(state.key, state.step)
-        (loss, metrics), gradient = gradients(state.params, batch, key)
+        (loss, (metrics, totals)), gradient = gradients(state, batch, key)
         gradient_norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         # Optax mixes its integer counter with Python floats, which a strict session forbids.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        model_state = state.model_state
+        if update_model_state is not None:
+            model_state = update_model_state(model_state, totals)
         skipped_in_row = jnp.where(finite, 0, state.skipped_in_row + 1)
         new_state = TrainState(
             step=state.step + 1,
             params=_select(finite, params, state.params),
+            model_state=_select(finite, model_state, state.model_state),
             opt_state=_select(finite, opt_state, state.opt_state),
             key=state.key,
             skipped=state.skipped + (~finite).astype(jnp.int32),

@@ -39,18 +39,18 @@ def documents_of(lengths, seed=0):
 
 
 @functools.cache
-def model_and_params():
+def model_and_variables():
     model = LanguageModel(CONFIG)
     init = jax.jit(model.init, compiler_options={"xla_backend_optimization_level": 0})
-    params = init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    variables = init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     # Larger than at the start, so that a wrong context changes the result.
-    return model, jax.tree.map(lambda leaf: 2 * leaf, params)
+    return model, jax.tree.map(lambda leaf: 2 * leaf, variables)
 
 
 @functools.cache
 def compiled():
-    model, params = model_and_params()
-    return jax.jit(lambda row: model.apply({"params": params}, row)[0])
+    model, variables = model_and_variables()
+    return jax.jit(lambda row: model.apply(variables, row)[0])
 
 
 def log_probabilities(row):
@@ -62,15 +62,15 @@ class UniformModel(LanguageModel):
     """Every token has probability 1 / vocab_size."""
 
     @nn.compact
-    def __call__(self, tokens, segment_ids=None, positions=None):
+    def __call__(self, tokens, segment_ids=None, positions=None, *, deterministic=True):
         return jnp.zeros((*tokens.shape, self.config.vocab_size), jnp.float32), None
 
 
 def test_bits_of_short_documents_are_those_of_one_pass_over_each():
-    model, params = model_and_params()
+    model, variables = model_and_variables()
     documents = documents_of([2, 9, 5, 8, 3])
     evaluate = make_evaluation(model, sequence_length=8, batch_size=2, pad_id=PAD)
-    evaluation = evaluate(params, documents)
+    evaluation = evaluate(variables, documents)
     for index, start in enumerate(documents.starts[:-1]):
         tokens = documents.tokens[start : documents.starts[index + 1]].astype(np.int32)
         num_targets = len(tokens) - 1
@@ -96,7 +96,7 @@ def test_every_token_but_the_first_is_scored_once():
 
 
 def test_long_document_is_scored_in_windows_that_advance_by_a_quarter():
-    model, params = model_and_params()
+    model, variables = model_and_variables()
     documents = documents_of([21], seed=1)
     tokens = documents.tokens.astype(np.int32)
     evaluate = make_evaluation(model, sequence_length=8, batch_size=2, pad_id=PAD)
@@ -106,14 +106,14 @@ def test_long_document_is_scored_in_windows_that_advance_by_a_quarter():
         log_probability = log_probabilities(tokens[first : first + 8])
         for place in range(0 if first == 0 else 6, 8):
             bits -= log_probability[place, tokens[first + place + 1]] / math.log(2)
-    assert evaluate(params, documents).bits[0] == pytest.approx(bits, rel=1e-5)
+    assert evaluate(variables, documents).bits[0] == pytest.approx(bits, rel=1e-5)
 
 
 def test_batch_size_changes_nothing():
-    model, params = model_and_params()
+    model, variables = model_and_variables()
     documents = documents_of([9, 20, 3])
     first, second = (
-        make_evaluation(model, sequence_length=8, batch_size=size, pad_id=PAD)(params, documents)
+        make_evaluation(model, sequence_length=8, batch_size=size, pad_id=PAD)(variables, documents)
         for size in (2, 3)
     )
     np.testing.assert_allclose(first.bits, second.bits, rtol=1e-5)

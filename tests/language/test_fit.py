@@ -11,7 +11,15 @@ import pytest
 
 from moe_jax.core import top_k_routing
 from moe_jax.language.config import LanguageModelConfig
-from moe_jax.language.fit import LossConfig, batch_weight, make_loss_function, token_losses
+from moe_jax.language.fit import (
+    LossConfig,
+    batch_weight,
+    forward,
+    make_loss_function,
+    make_model_state_update,
+    sparse_layers_of,
+    token_losses,
+)
 from moe_jax.language.model import LanguageModel
 from moe_jax.training.state import init_state
 from moe_jax.training.step import make_train_step
@@ -39,7 +47,7 @@ class FixedModel(LanguageModel):
     """Its parameters are the logits, and the gate logits [layers, tokens, experts]."""
 
     @nn.compact
-    def __call__(self, tokens, segment_ids=None, positions=None):
+    def __call__(self, tokens, segment_ids=None, positions=None, *, deterministic=True):
         shape = (*tokens.shape, self.config.vocab_size)
         logits = self.param("logits", nn.initializers.zeros, shape)
         if self.config.num_sparse_layers == 0:
@@ -77,7 +85,7 @@ def test_loss_is_the_mean_cross_entropy_of_counted_tokens():
     loss_function = make_loss_function(
         FixedModel(dataclasses.replace(CONFIG, vocab_size=2)), LossConfig(), tokens_per_byte=0.5
     )
-    loss, metrics = loss_function({"logits": LOGITS}, BATCH, ONE, KEY)
+    loss, (metrics, _) = loss_function({"logits": LOGITS}, {}, BATCH, ONE, KEY)
     assert loss == pytest.approx(NATS, rel=1e-6)
     assert set(metrics) == {"bits_per_byte"}
     # Half a token a byte, log 2 nats a bit.
@@ -88,7 +96,7 @@ def test_share_scales_the_loss_and_not_the_metrics():
     loss_function = make_loss_function(
         FixedModel(dataclasses.replace(CONFIG, vocab_size=2)), LossConfig(), tokens_per_byte=1.0
     )
-    loss, metrics = loss_function({"logits": LOGITS}, BATCH, jnp.float32(0.25), KEY)
+    loss, (metrics, _) = loss_function({"logits": LOGITS}, {}, BATCH, jnp.float32(0.25), KEY)
     assert loss == pytest.approx(NATS / 4, rel=1e-6)
     assert metrics["bits_per_byte"] == pytest.approx(NATS / math.log(2), rel=1e-6)
 
@@ -117,7 +125,7 @@ def test_batch_without_counted_tokens_has_loss_0_and_no_gradient():
     )
     batch = BATCH | {"loss_mask": jnp.zeros((2, 2), jnp.bool_)}
     (loss, _), gradient = jax.value_and_grad(loss_function, has_aux=True)(
-        {"logits": LOGITS}, batch, ONE, KEY
+        {"logits": LOGITS}, {}, batch, ONE, KEY
     )
     assert loss == 0.0 and not np.any(gradient["logits"])
     assert batch_weight(batch) == 0.0 and batch_weight(BATCH) == 3.0
@@ -132,9 +140,10 @@ def test_auxiliary_losses_are_averaged_over_layers_and_weighted():
     params = {"logits": LOGITS, "gate_logits": gate_logits}
     batch = BATCH | {"segment_ids": jnp.asarray([[1, 1], [1, 0]], jnp.int32)}
     weights = LossConfig(load_balance_weight=0.1, router_z_weight=0.01)
-    loss, metrics = make_loss_function(FixedModel(config), weights, tokens_per_byte=1.0)(
-        params, batch, ONE, KEY
+    loss, (metrics, totals) = make_loss_function(FixedModel(config), weights, tokens_per_byte=1.0)(
+        params, {}, batch, ONE, KEY
     )
+    np.testing.assert_array_equal(totals["expert_counts"], [[3, 0, 0, 0]] * 2)
     balance, z_loss = (4.0 + 1.0) / 2, (50.0**2 + math.log(4) ** 2) / 2
     assert metrics["load_balance_loss"] == pytest.approx(balance, rel=1e-6)
     assert metrics["router_z_loss"] == pytest.approx(z_loss, rel=1e-6)
@@ -207,7 +216,7 @@ def test_accumulation_balances_each_part_by_itself():
     )
 
     def metrics_of(batch):
-        return loss_function(initialised(SPARSE), batch, ONE, KEY)[1]
+        return loss_function(initialised(SPARSE), {}, batch, ONE, KEY)[1][0]
 
     whole = metrics_of(random_batch())
     halves = jax.tree.map(lambda leaf: leaf.reshape(2, 2, 6), random_batch())
@@ -223,3 +232,133 @@ def test_accumulation_balances_each_part_by_itself():
     auxiliary = 0.1 * accumulated["load_balance_loss"] + 0.01 * accumulated["router_z_loss"]
     nats = accumulated["bits_per_byte"] * math.log(2)
     np.testing.assert_allclose(accumulated["loss"], nats + auxiliary, rtol=1e-5)
+
+
+SIGMOID = dataclasses.replace(
+    SPARSE, layer_pattern=("sparse", "dense"), num_layers=5, router="sigmoid"
+)
+
+
+def sigmoid_step(config, accumulate):
+    """The state after one step from random parameters, and the load that the step saw."""
+    optimizer = optax.adamw(1e-2, weight_decay=0.5)
+    loss_config = LossConfig(balance_bias_rate=0.5)
+    train_step = make_train_step(
+        make_loss_function(LanguageModel(config), loss_config, tokens_per_byte=1.0),
+        optimizer,
+        batch_weight=batch_weight,
+        accumulate=accumulate,
+        update_model_state=make_model_state_update(config, loss_config),
+    )
+    model = LanguageModel(config)
+    variables = jax.jit(model.init, **COMPILER)(KEY, random_batch()["inputs"])
+    model_state = {name: value for name, value in variables.items() if name != "params"}
+    params = variables["params"]
+    scored = jax.jit(lambda variables: forward(model, variables, random_batch()), **COMPILER)
+    _, routing = scored(variables)
+    state, _ = train_step(
+        init_state(jax.random.key(1), params, optimizer, model_state), random_batch()
+    )
+    return state, routing
+
+
+def biases(state, config):
+    """[sparse layers, experts], in the order of the layers."""
+    rows = {}
+    for block, layers in state.model_state["router_state"].items():
+        for layer, leaves in layers.items():
+            bias = leaves["moe"]["router"]["balance_bias"]
+            for place, row in zip(sparse_layers_of(config, block, layer), bias, strict=True):
+                rows[place] = np.asarray(row)
+    return np.stack([rows[place] for place in range(config.num_sparse_layers)])
+
+
+def test_each_layers_balance_bias_moves_against_its_load_once_a_step():
+    """However the step is accumulated, and whether layers are scanned and recomputed or not."""
+    state, routing = sigmoid_step(SIGMOID, 1)
+    counts = np.stack(
+        [
+            np.bincount(index[keep], minlength=4)
+            for index, keep in zip(
+                np.asarray(routing.expert_index), np.asarray(routing.keep), strict=True
+            )
+        ]
+    )
+    moved = 0.5 * np.sign(counts.mean(axis=1, keepdims=True) - counts)
+    expected = moved - moved.mean(axis=1, keepdims=True)
+    assert len({tuple(row) for row in expected}) > 1
+    np.testing.assert_allclose(biases(state, SIGMOID), expected, atol=1e-6)
+    for config, accumulate in (
+        (SIGMOID, 4),
+        (dataclasses.replace(SIGMOID, scan_layers=False, remat="full"), 2),
+    ):
+        again, _ = sigmoid_step(config, accumulate)
+        np.testing.assert_array_equal(biases(again, config), biases(state, SIGMOID))
+
+
+def test_balance_bias_is_neither_a_parameter_nor_known_to_the_optimiser():
+    variables = jax.eval_shape(LanguageModel(SIGMOID).init, KEY, random_batch()["inputs"])
+    opt_state = jax.eval_shape(optax.adamw(1e-2).init, variables["params"])
+    for path, _ in jax.tree.leaves_with_path((variables["params"], opt_state)):
+        assert "balance_bias" not in jax.tree_util.keystr(path)
+    assert "balance_bias" in jax.tree_util.keystr(
+        jax.tree.leaves_with_path(variables["router_state"])[0][0]
+    )
+
+
+def test_balance_within_sequences_is_the_same_however_the_step_is_accumulated():
+    loss_config = LossConfig(0.1, 0.01, load_balance_scope="sequence")
+    # Every token counts, so that the parts' shares of targets are those of routed tokens.
+    rng = np.random.default_rng(1)
+    inputs, targets = rng.integers(0, 16, (2, 4, 6))
+    batch = batch_of(inputs, targets, np.ones((4, 6), bool))
+    seen = []
+    for accumulate in (1, 2, 4):
+        optimizer = optax.sgd(1.0)
+        train_step = make_train_step(
+            make_loss_function(LanguageModel(SPARSE), loss_config, tokens_per_byte=1.0),
+            optimizer,
+            batch_weight=batch_weight,
+            accumulate=accumulate,
+        )
+        params = jax.tree.map(jnp.copy, initialised(SPARSE))
+        state, metrics = train_step(init_state(jax.random.key(1), params, optimizer), batch)
+        seen.append((state.params, metrics["load_balance_loss"], metrics["router_z_loss"]))
+    for other in seen[1:]:
+        for first, second in zip(jax.tree.leaves(seen[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"router": "noisy_top_k"},
+        {"router": "sinkhorn"},
+        {"router": "hash"},
+        {"router": "top_k", "router_options": {"gate": "cosine", "jitter": 0.1}},
+        {"router": "top_k", "router_options": {"gate": "hidden_layer"}, "capacity_factor": 1.0},
+        {"router": "top_k", "router_options": {"gate": "random"}, "expert_dropout": 0.2},
+        {"router": "top_k", "gated": False, "activation": "relu"},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_every_router_trains_and_repeats_with_its_key(options):
+    config = dataclasses.replace(SPARSE, num_layers=2, **options)
+    model = LanguageModel(config)
+    variables = jax.jit(model.init, **COMPILER)(KEY, random_batch()["inputs"])
+    state = {name: value for name, value in variables.items() if name != "params"}
+    loss_function = jax.jit(
+        jax.value_and_grad(
+            make_loss_function(model, LossConfig(importance_weight=0.1), tokens_per_byte=1.0),
+            has_aux=True,
+        ),
+        **COMPILER,
+    )
+    arguments = variables["params"], state, random_batch(), ONE
+    (loss, _), gradient = loss_function(*arguments, KEY)
+    (again, _), _ = loss_function(*arguments, KEY)
+    (other, _), _ = loss_function(*arguments, jax.random.key(5))
+    assert np.isfinite(loss) and loss == again
+    draws = "jitter" in str(options) or "noisy" in str(options) or "dropout" in str(options)
+    assert (other != loss) == draws
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))

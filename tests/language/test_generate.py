@@ -3,6 +3,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -26,30 +27,29 @@ CONTEXT = 6
 
 
 @functools.cache
-def model_and_params():
+def model_and_variables():
     model = LanguageModel(CONFIG)
     init = jax.jit(model.init, compiler_options={"xla_backend_optimization_level": 0})
-    params = init(jax.random.key(1), jnp.zeros((1, 8), jnp.int32))["params"]
-    return model, params
+    return model, init(jax.random.key(1), jnp.zeros((1, 8), jnp.int32))
 
 
 def continuation(prompt, max_new_tokens=8, *, key=KEY, **options):
-    model, params = model_and_params()
+    model, variables = model_and_variables()
     options = {"context_length": CONTEXT, "temperature": 0.0} | options
-    return generate(key, model, params, prompt, max_new_tokens, **options)
+    return generate(key, model, variables, prompt, max_new_tokens, **options)
 
 
 @functools.cache
 def compiled():
-    model, params = model_and_params()
-    return jax.jit(lambda row: model.apply({"params": params}, row)[0])
+    model, variables = model_and_variables()
+    return jax.jit(lambda row: model.apply(variables, row)[0])
 
 
 class FixedModel(LanguageModel):
     """Scores log 1, log 2 and log 4 everywhere."""
 
     @nn.compact
-    def __call__(self, tokens, segment_ids=None, positions=None):
+    def __call__(self, tokens, segment_ids=None, positions=None, *, deterministic=True):
         return jnp.log(jnp.asarray([[[1.0, 2.0, 4.0]]], jnp.float32)).repeat(CONTEXT, axis=1), None
 
 
@@ -129,14 +129,31 @@ def test_nothing_is_compiled_for_a_new_length():
     assert [name for name in compilations if "compile" in name] == []
 
 
+def test_prompt_may_be_what_a_tokenizer_encodes():
+    prompt = np.array([1, 2], np.int32)
+    assert continuation(prompt, 4) == continuation([1, 2], 4)
+
+
+@pytest.mark.parametrize("prompt", ["text", [0.5], [[1, 2]]])
+def test_prompt_of_another_kind_is_refused(prompt):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError, match="prompt of type .* expected token ids"):
+            continuation(prompt)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
         ([], {}, "prompt is empty"),
-        ([1], {"context_length": 0}, "context_length=0 must be positive"),
-        ([1], {"temperature": -0.5}, "temperature=-0.5 not negative"),
-        ([1], {"temperature": float("nan")}, "temperature=nan not negative"),
-        ([1], {"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ([1], {"context_length": 0}, "context_length=0 must be at least 1"),
+        ([1], {"temperature": -0.5}, "temperature=-0.5 must not be negative"),
+        ([1], {"temperature": float("nan")}, "temperature=nan must not be negative"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens=-1 must not"),
+        ([1, -1], {}, r"token -1, not in \[0, vocab_size="),
+        ([1, 10**6], {}, r"token 1000000, not in"),
     ],
 )
 def test_impossible_request_is_named(prompt, options, message):

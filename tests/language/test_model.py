@@ -130,7 +130,7 @@ def test_parameters_have_their_names_and_shapes():
     }
     dense = {"gate": (16, 24), "up": (16, 24), "down": (24, 16)}
     sparse = {
-        "gate": (16, 4),
+        "router": {"gate": {"kernel": (16, 4)}},
         "experts": {"gate": (4, 16, 12), "up": (4, 16, 12), "down": (4, 12, 16)},
         "shared_experts": {"gate": (16, 24), "up": (16, 24), "down": (24, 16)},
     }
@@ -155,7 +155,7 @@ def test_layers_of_a_period_are_numbered_within_it():
     assert set(params) == {"embedding", "blocks_0", "final_norm", "head"}
     assert set(params["blocks_0"]) == {"layer_0", "layer_1"}
     assert params["blocks_0"]["layer_0"]["feed_forward"]["gate"].shape == (2, 16, 24)
-    assert params["blocks_0"]["layer_1"]["moe"]["gate"].shape == (2, 16, 4)
+    assert params["blocks_0"]["layer_1"]["moe"]["router"]["gate"]["kernel"].shape == (2, 16, 4)
 
 
 def test_untrained_model_is_near_the_uniform_code_and_its_layers_differ():
@@ -275,7 +275,8 @@ def test_routing_is_stacked_in_the_order_of_the_layers(pattern, num_layers, owne
         for repeat in range(repeats):
             for place, kind in enumerate(kinds):
                 if kind == "sparse":
-                    gate = params[f"blocks_{index}"][f"layer_{place}"]["moe"]["gate"]
+                    layer = params[f"blocks_{index}"][f"layer_{place}"]["moe"]
+                    gate = layer["router"]["gate"]["kernel"]
                     gate[repeat, 0] = 10.0 * (np.arange(4) == next(remaining))
     _, routing = apply(config)(params, TOKENS)
     expected = np.array(owners)[:, None, None].repeat(TOKENS.size, axis=1)

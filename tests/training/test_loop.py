@@ -37,11 +37,11 @@ class Counter:
         self.position = state["position"]
 
 
-def loss_function(params, batch, share, key):
+def loss_function(params, model_state, batch, share, key):
     loss = jnp.sum(jnp.square(params["w"] - batch)) + 0.01 * jnp.sum(
         jax.random.normal(key, (2,), jnp.float32) * params["w"]
     )
-    return loss * share, {"first": batch[0], "pair": jnp.stack([loss, loss * 2])}
+    return loss * share, ({"first": batch[0], "pair": jnp.stack([loss, loss * 2])}, {})
 
 
 TRAIN_STEP = make_train_step(
@@ -53,10 +53,8 @@ def init():
     return init_state(jax.random.key(1), {"w": jnp.zeros((2,), jnp.float32)}, OPTIMIZER)
 
 
-def evaluate(params):
-    return {"bits_per_byte": float(jnp.sum(params["w"]))}
-
-
+def evaluate(state):
+    return {"bits_per_byte": float(jnp.sum(state.params["w"]))}
 
 
 def run(folder, batches=None, config=CONFIG, step=TRAIN_STEP, interrupts=None):

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from moe_jax.training.state import init_state
+from moe_jax.training.state import init_state, variables_of
 
 OPTIMIZER = optax.adam(0.1)
 
@@ -28,6 +28,15 @@ def test_no_two_leaves_share_a_buffer():
         leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype != state.key.dtype]
         pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves]
         assert len(set(pointers)) == len(pointers) == 7
+
+
+def test_model_state_is_kept_out_of_the_optimiser_and_joins_the_variables():
+    params, model_state = {"w": jnp.ones((2,))}, {"router_state": {"b": jnp.zeros((3,))}}
+    state = init_state(jax.random.key(3), params, OPTIMIZER, model_state)
+    expected = OPTIMIZER.init(state.params)
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(expected)
+    assert set(variables_of(state)) == {"params", "router_state"}
+    assert set(variables_of(init(jax.random.key(3)))) == {"params"}
 
 
 def test_state_passes_through_jit_with_its_key():

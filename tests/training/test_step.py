@@ -22,23 +22,31 @@ with_gradient.defvjp(
 )
 
 
-def loss_function(params, batch, share, key):
+def loss_function(params, model_state, batch, share, key):
     """Weighted mean of squared distances to the rows of x, plus what spoils it."""
     weight = batch["weight"]
     distance = jnp.sum(jnp.square(params["w"][None, :] - batch["x"]), axis=1)
     mean = jnp.sum(distance * weight) / jnp.maximum(jnp.sum(weight), 1e-9)
     loss = mean + jnp.sum(batch["poison"]) + with_gradient(params["w"], batch["slope"][0])
     metrics = {"mean": mean, "draw": jax.random.uniform(key, (), jnp.float32)}
-    return loss * share, metrics
+    return loss * share, (metrics, {"rows": jnp.sum(batch["weight"] > 0, dtype=jnp.int32)})
 
 
 def batch_weight(batch):
     return jnp.sum(batch["weight"])
 
 
+def count_rows(model_state, totals):
+    return {"rows": model_state["rows"] + totals["rows"], "steps": model_state["steps"] + 1}
+
+
 def make_step(accumulate=1, optimizer=OPTIMIZER):
     return make_train_step(
-        loss_function, optimizer, batch_weight=batch_weight, accumulate=accumulate
+        loss_function,
+        optimizer,
+        batch_weight=batch_weight,
+        accumulate=accumulate,
+        update_model_state=count_rows,
     )
 
 
@@ -48,7 +56,8 @@ STEP_IN_PARTS = make_step(4)
 
 def init(optimizer=OPTIMIZER):
     params = {"w": jnp.asarray([0.5, -1.0], jnp.float32)}
-    return init_state(jax.random.key(7), params, optimizer)
+    model_state = {"rows": jnp.int32(0), "steps": jnp.int32(0)}
+    return init_state(jax.random.key(7), params, optimizer, model_state)
 
 
 def batch_of(seed=0, weight=(1.0, 1.0, 1.0, 1.0), loss=0.0, slope=0.0, row=2):
@@ -106,6 +115,18 @@ def test_accumulation_sums_parts_by_their_share_of_the_weight(weight):
             np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-5, err_msg=name)
 
 
+def test_model_state_is_updated_once_a_step_from_totals_over_all_parts():
+    for accumulate in (1, 2, 4):
+        state, _ = make_step(accumulate)(init(), batch_of(weight=(3, 0, 1, 6)))
+        assert int(state.model_state["rows"]) == 3 and int(state.model_state["steps"]) == 1
+
+
+def test_model_state_without_an_update_stays():
+    step = make_train_step(loss_function, OPTIMIZER, batch_weight=batch_weight)
+    state, _ = step(init(), batch_of())
+    assert int(state.model_state["rows"]) == int(state.model_state["steps"]) == 0
+
+
 def test_batch_without_weight_has_no_gradient():
     state, metrics = STEP_IN_PARTS(init(), batch_of(weight=(0, 0, 0, 0)))
     assert metrics["loss"] == 0.0 and metrics["gradient_norm"] == 0.0
@@ -121,10 +142,12 @@ def test_batch_without_weight_has_no_gradient():
 def test_non_finite_step_changes_no_bit_of_parameters_and_optimiser(step, fault):
     state, _ = step(init(), batch_of(0))
     params, opt_state = copied(state.params), copied(state.opt_state)
+    model_state = copied(state.model_state)
     for skipped in (1, 2):
         state, metrics = step(state, batch_of(skipped, **fault))
         assert_same_bits(copied(state.params), params)
         assert_same_bits(copied(state.opt_state), opt_state)
+        assert_same_bits(copied(state.model_state), model_state)
         assert not metrics["update_applied"]
         assert metrics["skipped"] == metrics["skipped_in_row"] == skipped
         assert int(state.step) == 1 + skipped

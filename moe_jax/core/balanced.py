@@ -1,0 +1,160 @@
+"""Routers that balance the load: expert choice, Sinkhorn assignment, and a steered bias.
+
+Expert choice looks at all tokens of a batch to decide on one, so a causal model that uses it sees
+the future; Sinkhorn assignment does so in training only, where its caller asks for it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from moe_jax.core.capacity import check_capacity
+from moe_jax.core.routing import Routing, check_num_selected, make_routing, open_logits
+
+
+def expert_choice_routing(
+    gate_logits: Float[Array, "tokens experts"],
+    capacity: int,
+    *,
+    mask: Bool[Array, " tokens"] | None = None,
+    expert_mask: Bool[Array, " experts"] | None = None,
+    axis_names: tuple[str, ...] = (),
+) -> Routing:
+    """Every expert takes the `capacity` tokens of largest p_te, p = softmax over experts of l.
+
+    The load is equal by construction; a token may get no expert, or all. The weights are p_te. Not
+    for causal models: whether a token is taken depends on the tokens after it. Equal probabilities
+    go to the earlier token; a token whose logits are NaN is taken by none.
+
+    The record has k = E with experts in the order of their index, `keep` saying who took whom.
+
+    Args:
+        gate_logits: scores l.
+        capacity: C, tokens an expert takes; the unmasked tokens if they are fewer.
+        mask, expert_mask: see `moe_jax.core.token_choice`.
+        axis_names: mesh axes that split the tokens, for the losses; each shard chooses by itself.
+
+    Raises:
+        ValueError: if capacity is less than 1, or a mask does not fit.
+
+    Reference: Zhou et al. 2022 (arXiv 2202.09368), equations 1-2.
+    """
+    num_tokens, num_experts = gate_logits.shape
+    check_capacity(capacity)
+    gate_logits, mask = open_logits(gate_logits, mask, expert_mask)
+    log_probability = jax.nn.log_softmax(gate_logits, axis=-1)
+    eligible = mask[:, None] & ~jnp.isnan(log_probability)
+    rank_by = jnp.where(eligible, jax.lax.stop_gradient(log_probability), -jnp.inf)
+    _, taken = jax.lax.top_k(rank_by.T, min(capacity, num_tokens))
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    chosen = jnp.zeros((num_tokens, num_experts), dtype=jnp.bool_)
+    chosen = chosen.at[taken, expert[:, None]].set(True)
+    return make_routing(
+        gate_logits,
+        jnp.broadcast_to(expert[None, :], (num_tokens, num_experts)),
+        jnp.exp(log_probability),
+        mask,
+        keep=chosen & eligible & ~jnp.isneginf(rank_by),
+        expert_mask=expert_mask,
+        axis_names=axis_names,
+    )
+
+
+def sinkhorn_routing(
+    gate_logits: Float[Array, "tokens experts"],
+    num_selected: int,
+    *,
+    num_iterations: int = 16,
+    renormalize: bool = True,
+    mask: Bool[Array, " tokens"] | None = None,
+    expert_mask: Bool[Array, " experts"] | None = None,
+    axis_names: tuple[str, ...] = (),
+) -> Routing:
+    """Sends each token to the experts of largest entry in the balanced plan of `sinkhorn_plan`.
+
+    The plan decides; the weights are those of `top_k_routing` for the experts it decided on, so the
+    gradient does not pass through the iterations. Use it in training and `top_k_routing` after: the
+    plan of one token depends on all others.
+
+    Args:
+        gate_logits: scores l.
+        num_selected: K.
+        num_iterations: see `sinkhorn_plan`.
+        renormalize, mask, expert_mask, axis_names: see `top_k_routing`.
+
+    Reference: Clark et al. 2022 (arXiv 2202.01169), section 3.2 and appendix B.
+    """
+    check_num_selected(num_selected, gate_logits.shape[-1])
+    gate_logits, mask = open_logits(gate_logits, mask, expert_mask)
+    # A token that is not finite decides for itself alone.
+    usable = mask & ~jnp.any(jnp.isnan(gate_logits) | jnp.isposinf(gate_logits), axis=-1)
+    plan = sinkhorn_plan(jax.lax.stop_gradient(gate_logits), num_iterations, mask=usable)
+    log_probability = jax.nn.log_softmax(gate_logits, axis=-1)
+    rank_by = jnp.where(usable[:, None], plan, jax.lax.stop_gradient(log_probability))
+    _, expert_index = jax.lax.top_k(rank_by, num_selected)
+    selected = jnp.take_along_axis(log_probability, expert_index, axis=-1)
+    if renormalize and num_selected > 1:
+        weight = jax.nn.softmax(selected, axis=-1)
+    else:
+        weight = jnp.exp(selected)
+    return make_routing(
+        gate_logits, expert_index, weight, mask, expert_mask=expert_mask, axis_names=axis_names
+    )
+
+
+def sinkhorn_plan(
+    gate_logits: Float[Array, "tokens experts"],
+    num_iterations: int,
+    *,
+    mask: Bool[Array, " tokens"] | None = None,
+) -> Float[Array, "tokens experts"]:
+    """Logarithm of the entropic transport plan between tokens and open experts.
+
+    exp(plan) = diag(u) exp(l) diag(v), with rows summing to 1 over experts and columns to T / E
+    over the tokens that count: the last half-step fits the rows exactly, the columns are fitted as
+    well as `num_iterations` alternations allow. Rows of masked tokens are plain log-softmax plus v.
+
+    Raises:
+        ValueError: if num_iterations is less than 1.
+
+    Reference: Cuturi 2013 (arXiv 1306.0895), algorithm 1, in logarithms.
+    """
+    if num_iterations < 1:
+        raise ValueError(f"num_iterations={num_iterations} must be at least 1")
+    gate_logits, mask = open_logits(gate_logits, mask, None)
+    is_open = jnp.any(~jnp.isneginf(gate_logits) & mask[:, None], axis=0)
+    num_open = jnp.maximum(jnp.sum(is_open, dtype=jnp.float32), 1.0)
+    target = jnp.log(jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0) / num_open)
+    counted = jnp.where(mask[:, None], gate_logits, -jnp.inf)
+
+    def iterate(_: Array, v: Array) -> Array:
+        u = -jax.nn.logsumexp(gate_logits + v[None, :], axis=1)
+        column = jax.nn.logsumexp(counted + u[:, None], axis=0)
+        return jnp.where(is_open, target - column, 0.0)
+
+    v = jnp.zeros_like(gate_logits[0])
+    v = jax.lax.fori_loop(0, num_iterations, iterate, v)
+    return jax.nn.log_softmax(gate_logits + v[None, :], axis=1)
+
+
+def update_balance_bias(
+    balance_bias: Float[Array, "*layers experts"],
+    load: Float[Array, "*layers experts"],
+    rate: float = 1e-3,
+) -> Float[Array, "*layers experts"]:
+    """Moves each expert's bias by `rate` against its load, then restores the mean of zero.
+
+    b_e <- b_e + rate * sign(mean load - load_e), less the mean over e. To be called once an
+    optimiser step, with the load of the whole batch: counts or shares, summed over micro-batches
+    and shards. A load of zero everywhere (no token) changes nothing.
+
+    Args:
+        balance_bias: b of `sigmoid_routing`; no trainable parameter.
+        load: counts or shares of the assignments, see `RoutingMetrics`.
+        rate: step, in units of the sigmoid score.
+
+    Reference: Wang et al. 2024 (arXiv 2408.15664), algorithm 1; the mean is ours.
+    """
+    mean = jnp.mean(load, axis=-1, keepdims=True)
+    moved = balance_bias + jnp.float32(rate) * jnp.sign(mean - load)
+    return moved - jnp.mean(moved, axis=-1, keepdims=True)

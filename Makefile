@@ -16,13 +16,14 @@ $(TARGETS):
 else
 
 WORKDIR ?= runs/stdlib_moe
+BENCH ?= language_quality
 
 help:
 	@echo 'make train    train the default sparse language model into WORKDIR ($(WORKDIR)), or resume it'
 	@echo '              ARGS="--config.model.num_experts=16" goes to the program'
 	@echo 'make test     run the tests; TESTS="tests/core -k routing" goes to pytest'
 	@echo 'make lint     run ruff and mypy'
-	@echo 'make bench    run benchmarks/language_quality.py; ARGS="..." goes to it'
+	@echo 'make bench    run benchmarks/BENCH.py ($(BENCH)); ARGS="..." goes to it'
 	@echo 'make colabs   execute every notebook of colabs/'
 	@echo 'make clean    remove .venv, caches and build leftovers; keeps runs/'
 	@echo 'Each first makes .venv if it is missing or out of date; PYTHON=python3.12 says from which interpreter.'
@@ -51,7 +52,7 @@ lint: .venv/ready-lint
 	$(VENV_PYTHON) -m mypy
 
 bench: .venv/ready-bench
-	@$(RUN) -m benchmarks.language_quality $(ARGS)
+	@$(RUN) -m benchmarks.$(BENCH) $(ARGS)
 
 ifeq ($(wildcard colabs/*.py),)
 colabs:

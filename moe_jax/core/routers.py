@@ -46,6 +46,11 @@ class Router(nn.Module):
     looks_ahead: ClassVar[bool] = False
     """Whether a token's routing depends on later tokens when not training."""
 
+    def __post_init__(self) -> None:
+        # A dict would leave the module without a hash, and so without a place in jit's statics.
+        self.gate_options = FrozenDict(self.gate_options)
+        super().__post_init__()
+
     @nn.compact
     def __call__(
         self,

@@ -69,6 +69,11 @@ class SparseMoE(nn.Module):
     down_scale: float = 1.0
     implementation: str | None = None
 
+    def __post_init__(self) -> None:
+        # A dict would leave the module without a hash, and so without a place in jit's statics.
+        self.router_options = FrozenDict(self.router_options)
+        super().__post_init__()
+
     @nn.compact
     def __call__(
         self,
@@ -103,8 +108,8 @@ class SparseMoE(nn.Module):
         shape = x.shape[:-1]
         tokens = x.reshape(-1, x.shape[-1])
         # Checked before it is flattened: a transposed mask would fit and cover other tokens.
-        mask = None if mask is None else _flatten("mask", mask, shape)
-        token_ids = None if token_ids is None else _flatten("token_ids", token_ids, shape)
+        mask = None if mask is None else _flatten("mask", mask, x)
+        token_ids = None if token_ids is None else _flatten("token_ids", token_ids, x)
         if mask is not None:
             if mask.dtype != jnp.bool_:
                 raise ValueError(f"mask has type {mask.dtype}; expected bool")
@@ -228,9 +233,9 @@ class SparseMoE(nn.Module):
         return out.reshape(tokens.shape), jax.tree.map(_merge_sequences, routing)
 
 
-def _flatten(name: str, values: Array, shape: tuple[int, ...]) -> Array:
-    if values.shape != shape:
-        raise ValueError(f"{name} {values.shape} does not fit x: expected {shape}")
+def _flatten(name: str, values: Array, x: Array) -> Array:
+    if values.shape != x.shape[:-1]:
+        raise ValueError(f"{name} {values.shape} does not fit x {x.shape}: expected {x.shape[:-1]}")
     return values.reshape(-1)
 
 

@@ -152,8 +152,10 @@ def test_masked_tokens_get_no_expert_and_change_nothing_else(padding):
     assert not np.any(routing.keep[~mask]) and not np.any(routing.combine_weight[~mask])
     assert not np.any(gradient[~mask]) and np.all(np.any(gradient[mask] != 0.0, axis=1))
     alone, alone_metrics, alone_gradient = everything(gate_logits[mask], jnp.ones(4, bool))
-    np.testing.assert_array_equal(routing.combine_weight[mask], alone.combine_weight)
+    # Another shape is compiled to other vector code: equal up to rounding.
+    np.testing.assert_array_equal(routing.expert_index[mask], alone.expert_index)
     for actual, wanted in (
+        (routing.combine_weight[mask], alone.combine_weight),
         (metrics, alone_metrics),
         (routing.load_balance_loss, alone.load_balance_loss),
         (routing.router_z_loss, alone.router_z_loss),
@@ -185,7 +187,7 @@ def test_scores_are_float32_whatever_the_type_of_the_logits():
     rounded = random_logits().astype(jnp.bfloat16)
     routing = route(rounded, 2)
     jax.tree.map(np.testing.assert_array_equal, routing, route(rounded.astype(jnp.float32), 2))
-    assert {name: leaf.dtype for name, leaf in routing.items()} == {
+    assert {name: leaf.dtype for name, leaf in routing.items() if leaf is not None} == {
         "expert_index": jnp.int32,
         "combine_weight": jnp.float32,
         "gate_logits": jnp.float32,

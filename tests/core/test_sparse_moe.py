@@ -43,7 +43,7 @@ def random_params(num_experts=EXPERTS, num_shared_experts=2, seed=0):
         return {name: generator.standard_normal(leading + end) for name, end in shapes.items()}
 
     params = {
-        "gate": 2.0 * generator.standard_normal((MODEL, num_experts)),
+        "router": {"gate": {"kernel": 2.0 * generator.standard_normal((MODEL, num_experts))}},
         "experts": weights(num_experts, hidden=HIDDEN),
     }
     if num_shared_experts:
@@ -89,11 +89,15 @@ def reference(layer, params, x, mask=EVERY_TOKEN):
     out = np.zeros(x.shape, x.dtype)
     chosen, probabilities, z_losses = [], [], []
     for token in np.flatnonzero(mask):
-        logits = x[token] @ params["gate"]
+        logits = x[token] @ params["router"]["gate"]["kernel"]
         shifted = np.exp(logits - logits.real.max())
         probability = shifted / shifted.sum()
         best = sorted(range(num_experts), key=lambda e: (-logits[e].real, e))[:num_selected]
-        scale = probability[best].sum() if layer.renormalize and num_selected > 1 else 1.0
+        scale = (
+            probability[best].sum()
+            if layer.router_options.get("renormalize", True) and num_selected > 1
+            else 1.0
+        )
         for expert in best:
             weights = {name: leaf[expert] for name, leaf in params["experts"].items()}
             answer = reference_ffn(layer.activation, weights, x[token])
@@ -171,7 +175,7 @@ def test_agrees_with_a_slow_reference(implementation, dtype):
         (1, {"num_experts": 1, "num_selected": 1}),
         (1, {"num_selected": EXPERTS, "activation": "gelu"}),
         (5, {"num_selected": 1}),
-        (3, {"num_selected": 2, "renormalize": False}),
+        (3, {"num_selected": 2, "router_options": {"renormalize": False}}),
     ],
 )
 def test_agrees_with_a_slow_reference_at_the_limits(num_tokens, options):
@@ -197,7 +201,8 @@ def test_agrees_with_a_slow_reference_whatever_the_mask_and_the_load(
     params, x = random_params(seed=seed), random_tokens(seed=seed, offset=3.0)
     if chosen is not None:
         # Tokens are mostly positive, so this column brings nearly all of them to one expert.
-        params["gate"] = params["gate"].at[:, chosen].set(3.0)
+        gate = params["router"]["gate"]
+        gate["kernel"] = gate["kernel"].at[:, chosen].set(3.0)
     assert_agrees(sparse_layer(implementation=implementation), params, x, mask)
 
 
@@ -272,7 +277,7 @@ def test_one_selected_expert_gives_the_gate_a_gradient_by_default():
     _, _, (gradients, _) = value_and_gradients(
         layer, params, random_tokens(5), jnp.ones(5, bool), balance=0.0, z=0.0
     )
-    assert np.linalg.norm(gradients["gate"]) > 1e-2
+    assert np.linalg.norm(gradients["router"]["gate"]["kernel"]) > 1e-2
 
 
 def test_the_type_of_the_products_changes_neither_the_gate_nor_the_type_of_the_output():
@@ -369,7 +374,7 @@ def test_every_parameter_is_float32_and_has_its_shape():
     [
         ({"num_selected": 0}, "num_selected=0 must be at least 1"),
         ({"num_selected": 5}, "num_selected=5 exceeds num_experts=4"),
-        ({"activation": "relu"}, "activation='relu' is not one of ('silu', 'gelu')"),
+        ({"activation": "tanh"}, "activation='tanh' is not one of ('silu', 'gelu', 'relu')"),
         (
             {"implementation": "fast"},
             "implementation='fast' is not one of ('loop', 'ragged_dot', 'dense')",

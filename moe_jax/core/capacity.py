@@ -28,8 +28,8 @@ def expert_capacity(
     largest = num_experts / num_selected
     if not 0 < capacity_factor <= largest:
         raise ValueError(
-            f"capacity_factor={capacity_factor} is not in (0, {largest:g}]: at "
-            f"num_experts/num_selected={largest:g} nothing is dropped"
+            f"capacity_factor={capacity_factor} is not in (0, {largest:.17g}]: at "
+            f"num_experts/num_selected={largest:.17g} nothing is dropped"
         )
     # Rounding must not raise the capacity: 1.1 * 10 is 11.000000000000002.
     exact = capacity_factor * num_tokens * num_selected / num_experts

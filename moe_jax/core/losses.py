@@ -20,6 +20,7 @@ factor L. Hugging Face pools the tokens of all layers into one batch, which no f
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +37,10 @@ def load_balance_loss(
 ) -> Float[Array, ""]:
     """Penalises the product of an expert's load and its mean gate probability.
 
-    With f_e the share of the T K assignments that expert e receives and P_e its mean softmax
-    probability, the loss is E sum_e f_e P_e: 1 when the gate is uniform or the load is perfectly
-    balanced, E / K when every token goes to the same K experts with certainty. The gradient flows
-    through P only.
+    With f_e the share of the assignments to open experts that expert e receives and P_e its mean
+    softmax probability, the loss is E sum_e f_e P_e: 1 when the gate is uniform or the load is
+    perfectly balanced, E / K when every token goes to the same K experts with certainty. The
+    gradient flows through P only.
 
     Args:
         gate_logits: logarithms, up to a constant a token, of the gate's probabilities.
@@ -61,6 +62,9 @@ def load_balance_loss(
     open_experts = jnp.float32(num_experts)
     if expert_mask is not None:
         open_experts = jnp.sum(expert_mask, dtype=jnp.float32)
+        # Closed experts fill the index of a token for which fewer than K are open.
+        load = jnp.where(expert_mask, load, 0.0)
+        load = load / jnp.maximum(jnp.sum(load), jnp.finfo(jnp.float32).tiny)
     return open_experts * jnp.sum(jax.lax.stop_gradient(load) * mean_probability)
 
 
@@ -70,6 +74,7 @@ def sequence_load_balance_loss(
     num_sequences: int,
     mask: Bool[Array, " tokens"] | None = None,
     *,
+    expert_mask: Bool[Array, " experts"] | None = None,
     axis_names: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
     """`load_balance_loss` within each sequence, averaged with the sequences' token counts.
@@ -92,7 +97,8 @@ def sequence_load_balance_loss(
         return values.reshape(num_sequences, num_tokens // num_sequences, *values.shape[1:])
 
     masks = split(mask)
-    losses = jax.vmap(load_balance_loss)(split(gate_logits), split(expert_index), masks)
+    loss = partial(load_balance_loss, expert_mask=expert_mask)
+    losses = jax.vmap(loss)(split(gate_logits), split(expert_index), masks)
     counts = jnp.sum(masks, axis=1, dtype=jnp.float32)
     total = _sum_over(jnp.sum(losses * counts), axis_names)
     return total / jnp.maximum(_sum_over(jnp.sum(counts), axis_names), 1.0)

@@ -153,4 +153,6 @@ def _sum_over_choices(term: Callable[..., Array], *per_choice: Array) -> Array:
 
 def _take(values: Array, index: Array) -> Array:
     """values[index], and 0 where an index is past the end."""
+    if values.shape[0] == 0:
+        return jnp.zeros((*index.shape, *values.shape[1:]), values.dtype)
     return values.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)

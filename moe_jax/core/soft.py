@@ -58,11 +58,16 @@ def soft_routing(
     usable = mask & ~jnp.any(jnp.isnan(slot_logits) | jnp.isposinf(slot_logits), axis=-1)
     # Over tokens a closed slot is all -inf: its weights must be 0, not 0/0.
     is_open = ~jnp.isneginf(slot_logits)
+    if slot_mask is not None:
+        is_open = is_open & slot_mask[None, :]
     offered = usable[:, None] & is_open
     finite = jnp.where(offered, slot_logits, 0.0)
     dispatch = jax.nn.softmax(finite, axis=0, where=offered)
     dispatch = jnp.where(offered, dispatch, 0.0)
     combine = jnp.where(mask[:, None], jax.nn.softmax(slot_logits, axis=1), 0.0)
+    if slot_mask is not None:
+        # With every expert closed the logits are open all the same.
+        combine = jnp.where(slot_mask[None, :], combine, 0.0)
     by_expert = slot_logits.reshape(num_tokens, num_experts, slots_each)
     gate_logits = jax.nn.logsumexp(by_expert, axis=-1)
     expert = jnp.arange(num_experts, dtype=jnp.int32)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.capacity import expert_capacity, limit_capacity, order_by_capacity
 from moe_jax.core.experts import ExpertFFN, FeedForward
+from moe_jax.core.losses import load_balance_loss, router_z_loss
 from moe_jax.core.permutation import RowOrder, combine, dispatch, sort_by_expert
 from moe_jax.core.routers import (
     ROUTERS,
@@ -230,7 +231,8 @@ class SparseMoE(nn.Module):
         out = jax.vmap(answer_tokens)(answers, weights)
         if capture:
             routing = routing.replace(output_norm=_norm_of_slots(answers, weights, routing))
-        return out.reshape(tokens.shape), jax.tree.map(_merge_sequences, routing)
+        routing = _merge_sequences(routing, expert_mask, router.axis_names)
+        return out.reshape(tokens.shape), routing
 
 
 def _flatten(name: str, values: Array, x: Array) -> Array:
@@ -239,11 +241,22 @@ def _flatten(name: str, values: Array, x: Array) -> Array:
     return values.reshape(-1)
 
 
-def _merge_sequences(leaf: Array) -> Array:
-    """[sequences, tokens, ...] -> [sequences x tokens, ...]; a loss of each is averaged."""
-    if leaf.ndim == 1:
-        return jnp.sum(leaf) / max(leaf.shape[0], 1)
-    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
+def _merge_sequences(
+    routing: Routing, expert_mask: Array | None, axis_names: tuple[str, ...]
+) -> Routing:
+    """[sequences, tokens, ...] -> [sequences x tokens, ...]; losses are over all tokens anew."""
+
+    def merge(leaf: Array) -> Array:
+        return leaf if leaf.ndim == 1 else leaf.reshape(math.prod(leaf.shape[:2]), *leaf.shape[2:])
+
+    routing = jax.tree.map(merge, routing)
+    logits, mask = routing.gate_logits, routing.mask
+    return routing.replace(
+        load_balance_loss=load_balance_loss(
+            logits, routing.expert_index, mask, expert_mask=expert_mask, axis_names=axis_names
+        ),
+        router_z_loss=router_z_loss(logits, mask, axis_names=axis_names),
+    )
 
 
 def _assignment_of_row(order: RowOrder) -> Array:

@@ -151,7 +151,9 @@ def sigmoid_routing(
     if num_selected_groups < num_groups:
         rank_by = _within_best_groups(rank_by, num_groups, num_selected_groups)
     _, expert_index = jax.lax.top_k(rank_by, num_selected)
-    selected = jnp.take_along_axis(log_score, expert_index, axis=-1)
+    # Where a token's groups hold fewer than K open experts, one outside of them fills the index.
+    keep = ~jnp.isneginf(jnp.take_along_axis(rank_by, expert_index, axis=-1))
+    selected = jnp.where(keep, jnp.take_along_axis(log_score, expert_index, axis=-1), -jnp.inf)
     if renormalize and num_selected > 1:
         weight = jax.nn.softmax(selected, axis=-1)
     else:
@@ -161,6 +163,7 @@ def sigmoid_routing(
         expert_index,
         jnp.float32(scale) * weight,
         mask,
+        keep=keep,
         expert_mask=expert_mask,
         z_logits=raw,
         axis_names=axis_names,
@@ -226,7 +229,7 @@ def hash_routing(
     _, expert_index = jax.lax.top_k(rank_by, num_selected)
     chosen = jnp.any(expert_index[:, :, None] == jnp.arange(num_experts)[None, None, :], axis=1)
     gate_logits = jnp.where(chosen, 0.0, -jnp.inf)
-    gate_logits, mask = open_logits(gate_logits, mask, None)
+    gate_logits, mask = open_logits(gate_logits, mask, expert_mask)
     num_open = jnp.float32(num_selected)
     if expert_mask is not None:
         num_open = jnp.clip(jnp.sum(expert_mask, dtype=jnp.float32), 1.0, num_open)

@@ -132,7 +132,7 @@ def sinkhorn_plan(
         column = jax.nn.logsumexp(counted + u[:, None], axis=0)
         return jnp.where(is_open, target - column, 0.0)
 
-    v = jnp.zeros_like(gate_logits[0])
+    v = jnp.zeros(gate_logits.shape[1], dtype=jnp.float32)
     v = jax.lax.fori_loop(0, num_iterations, iterate, v)
     return jax.nn.log_softmax(gate_logits + v[None, :], axis=1)
 

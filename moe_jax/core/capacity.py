@@ -4,6 +4,7 @@ A dropped assignment adds nothing to its token's output, which then rests on the
 connection around the layer; the weights of what is kept are not raised in exchange.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -55,7 +56,9 @@ def limit_capacity(routing: Routing, capacity: int, *, priority: str = "position
         raise ValueError(f"priority={priority!r} is not one of {PRIORITIES}")
     rank = _rank_by_score(routing) if priority == "score" else _rank_by_position(routing)
     keep = routing.keep & (rank < capacity)
-    return routing.replace(keep=keep, combine_weight=jnp.where(keep, routing.combine_weight, 0.0))
+    return dataclasses.replace(
+        routing, keep=keep, combine_weight=jnp.where(keep, routing.combine_weight, 0.0)
+    )
 
 
 def order_by_capacity(routing: Routing, capacity: int) -> RowOrder:

@@ -1,5 +1,6 @@
 """The mixture-of-experts layer: a router, a way of laying the tokens out, and the experts."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -154,7 +155,9 @@ class SparseMoE(nn.Module):
             )
             out = combine(rows, routing.combine_weight, order)
             if capture:
-                routing = routing.replace(output_norm=_norm_of_assignment(rows, order, routing))
+                routing = dataclasses.replace(
+                    routing, output_norm=_norm_of_assignment(rows, order, routing)
+                )
         out = out.astype(x.dtype)
         if self.num_shared_experts:
             # Shared experts side by side are one feed-forward network of their joint width.
@@ -230,7 +233,9 @@ class SparseMoE(nn.Module):
         answers = jnp.swapaxes(answers.reshape(rows.shape), 0, 1).reshape(slots.shape)
         out = jax.vmap(answer_tokens)(answers, weights)
         if capture:
-            routing = routing.replace(output_norm=_norm_of_slots(answers, weights, routing))
+            routing = dataclasses.replace(
+                routing, output_norm=_norm_of_slots(answers, weights, routing)
+            )
         routing = _merge_sequences(routing, expert_mask, router.axis_names)
         return out.reshape(tokens.shape), routing
 
@@ -251,7 +256,8 @@ def _merge_sequences(
 
     routing = jax.tree.map(merge, routing)
     logits, mask = routing.gate_logits, routing.mask
-    return routing.replace(
+    return dataclasses.replace(
+        routing,
         load_balance_loss=load_balance_loss(
             logits, routing.expert_index, mask, expert_mask=expert_mask, axis_names=axis_names
         ),

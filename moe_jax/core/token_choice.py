@@ -219,17 +219,17 @@ def hash_routing(
     Reference: Roller et al. 2021 (arXiv 2106.04426), random hash.
     """
     check_num_selected(num_selected, num_experts)
+    zeros = jnp.zeros((token_ids.shape[0], num_experts), dtype=jnp.float32)
+    opened, mask = open_logits(zeros, mask, expert_mask)
     expert = jnp.arange(num_experts, dtype=jnp.uint32)
     seeded = _mix(jnp.uint32(seed % 2**32) + jnp.uint32(0x9E3779B9))
     hashed = _mix(token_ids.astype(jnp.uint32) ^ seeded)[:, None]
     # 31 bits, so that a closed expert can rank below every open one.
     rank_by = (_mix(hashed + _mix(expert + jnp.uint32(1))[None, :]) >> 1).astype(jnp.int32)
-    if expert_mask is not None:
-        rank_by = jnp.where(expert_mask[None, :], rank_by, jnp.int32(-1))
+    rank_by = jnp.where(jnp.isneginf(opened), jnp.int32(-1), rank_by)
     _, expert_index = jax.lax.top_k(rank_by, num_selected)
     chosen = jnp.any(expert_index[:, :, None] == jnp.arange(num_experts)[None, None, :], axis=1)
-    gate_logits = jnp.where(chosen, 0.0, -jnp.inf)
-    gate_logits, mask = open_logits(gate_logits, mask, expert_mask)
+    gate_logits = jnp.where(chosen | ~mask[:, None], opened, -jnp.inf)
     num_open = jnp.float32(num_selected)
     if expert_mask is not None:
         num_open = jnp.clip(jnp.sum(expert_mask, dtype=jnp.float32), 1.0, num_open)

@@ -3,18 +3,46 @@
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from moe_jax.language import LanguageModel
+from moe_jax.language.settings import model_config, read_settings, write_configuration
+from moe_jax.language.tokenizer import ByteTokenizer
+from moe_jax.training import Checkpoints, init_state, make_optimizer, split_variables
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def test_python_blocks_run_as_printed(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A working directory with a run of the default name: a tiny model at its first step."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/stdlib_moe")
+    folder.mkdir(parents=True)
+    model = {"model_dim": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "num_experts": 4}
+    config = {"data": {"sequence_length": 8}, "model": model, "train": {"num_steps": 1}}
+    write_configuration(folder, config)
+    settings = read_settings(config)
+    language_model = LanguageModel(model_config(settings.model, ByteTokenizer()))
+    variables = language_model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    params, model_state = split_variables(variables)
+    optimizer = make_optimizer(settings.optimizer, 1)
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(1, init_state(jax.random.key(1), params, optimizer, model_state), {})
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_blocks_run_as_printed(block, trained, capsys):
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out or "print(" not in block
+
+
+def test_there_are_python_blocks():
+    assert len(BLOCKS) >= 3 and any("load_language_model(" in block for block in BLOCKS)
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))

@@ -140,7 +140,7 @@ def sinkhorn_plan(
 def update_balance_bias(
     balance_bias: Float[Array, "*layers experts"],
     load: Float[Array, "*layers experts"],
-    rate: float = 1e-3,
+    rate: Float[Array, ""] | float = 1e-3,
 ) -> Float[Array, "*layers experts"]:
     """Moves each expert's bias by `rate` against its load, then restores the mean of zero.
 

@@ -1,14 +1,15 @@
 """Feed-forward networks: many experts over rows sorted by expert, or one over every token."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from moe_jax.core.grouped_matmul import grouped_matmul
+from moe_jax.core.fused_experts import fused_experts
+from moe_jax.core.grouped_matmul import check_implementation, grouped_matmul
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
@@ -18,7 +19,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class ExpertFFN(nn.Module):
-    """Feed-forward experts without biases: down(activation(gate x) * (up x)) or down(activation(up x)).
+    """Feed-forward experts without biases.
+
+    f(x) = down(activation(gate x) * (up x)), or down(activation(up x)) if not gated.
 
     Parameters, float32: `gate` (if gated) and `up` [experts, model, hidden], `down`
     [experts, hidden, model].
@@ -69,7 +72,7 @@ class ExpertFFN(nn.Module):
         Raises:
             ValueError: if an attribute is out of range or the rows do not divide into E groups.
         """
-        activation = _activation(self.activation)
+        activate = _activate(self.activation, self.gated)
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate={self.dropout_rate} is not in [0, 1)")
         num_rows, model_dim = rows.shape
@@ -77,21 +80,28 @@ class ExpertFFN(nn.Module):
             raise ValueError(
                 f"rows={num_rows} do not divide into num_experts={self.num_experts} equal groups"
             )
-        weight = partial(_weight, self, dtype=self.dtype, num_experts=self.num_experts)
+        if group_sizes is not None and group_sizes.shape != (self.num_experts,):
+            raise ValueError(
+                f"group_sizes {group_sizes.shape} do not fit num_experts={self.num_experts}"
+            )
+        weight = partial(_weight, self, num_experts=self.num_experts)
         shape = (model_dim, self.hidden_dim)
-        gate = weight("gate", shape) if self.gated else None
-        up = weight("up", shape)
+        inner = [weight(name, shape) for name in (("gate", "up") if self.gated else ("up",))]
         down = weight("down", shape[::-1], scale=self.down_scale)
         rows = rows.astype(self.dtype)
+        implementation = check_implementation(self.implementation)
+        drops = bool(self.dropout_rate) and not deterministic
+        if group_sizes is not None and implementation == "loop" and not drops:
+            return fused_experts(activate, rows, tuple(inner), down, group_sizes)
 
-        def multiply(lhs: Array, rhs: Array) -> Array:
+        def multiply(lhs: Array, weight: Array) -> Array:
+            weight = weight.astype(self.dtype)
             if group_sizes is None:
-                return _multiply_equal_groups(lhs, rhs)
-            return grouped_matmul(lhs, rhs, group_sizes, self.implementation)
+                return _multiply_equal_groups(lhs, weight)
+            return grouped_matmul(lhs, weight, group_sizes, implementation)
 
-        hidden = multiply(rows, up)
-        hidden = _activate(activation, None if gate is None else multiply(rows, gate), hidden)
-        if self.dropout_rate and not deterministic:
+        hidden = _hidden(activate, *(multiply(rows, weight) for weight in inner))
+        if drops:
             if row_ids is None:
                 row_ids = jnp.arange(num_rows, dtype=jnp.int32)
             hidden = _drop(self.make_rng("dropout"), hidden, row_ids, self.dropout_rate)
@@ -116,16 +126,13 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch model"]:
         """Returns down(activation(gate x) * (up x)), or down(activation(up x)), in `dtype`."""
-        activation = _activation(self.activation)
-        weight = partial(_weight, self, dtype=self.dtype)
+        activate = _activate(self.activation, self.gated)
         shape = (x.shape[-1], self.hidden_dim)
-        gate = weight("gate", shape) if self.gated else None
-        up = weight("up", shape)
-        down = weight("down", shape[::-1], scale=self.down_scale)
+        names = ("gate", "up") if self.gated else ("up",)
+        inner = [_weight(self, name, shape).astype(self.dtype) for name in names]
+        down = _weight(self, "down", shape[::-1], scale=self.down_scale).astype(self.dtype)
         x = x.astype(self.dtype)
-        hidden = matmul(x, up)
-        hidden = _activate(activation, None if gate is None else matmul(x, gate), hidden)
-        return matmul(hidden, down)
+        return matmul(_hidden(activate, *(matmul(x, weight) for weight in inner)), down)
 
 
 def matmul(
@@ -142,16 +149,25 @@ def _multiply_equal_groups(lhs: Array, rhs: Array) -> Array:
 
 
 @partial(jax.checkpoint, static_argnums=0)
-def _activate(activation: Callable[[Array], Array], gate: Array | None, up: Array) -> Array:
-    """activation(gate) * up in float32, recomputed backward: cheaper than storing its parts."""
-    wide = up.astype(jnp.float32)
-    hidden = activation(wide) if gate is None else activation(gate.astype(jnp.float32)) * wide
-    return hidden.astype(up.dtype)
+def _hidden(activate: Callable[..., Array], *products: Array) -> Array:
+    """The activation in float32, recomputed backward: cheaper than storing its parts."""
+    wide = activate(*(product.astype(jnp.float32) for product in products))
+    return wide.astype(products[0].dtype)
 
 
-def _drop(
-    key: Key[Array, ""], hidden: Array, row_ids: Int[Array, " rows"], rate: float
-) -> Array:
+@cache
+def _activate(name: str, gated: bool) -> Callable[..., Array]:
+    """From the products with `gate` and `up`, or with `up` alone, to the hidden rows.
+
+    The same function for the same arguments, so that JAX does not trace it anew.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation={name!r} is not one of {tuple(ACTIVATIONS)}")
+    activation = ACTIVATIONS[name]
+    return (lambda gate, up: activation(gate) * up) if gated else activation
+
+
+def _drop(key: Key[Array, ""], hidden: Array, row_ids: Int[Array, " rows"], rate: float) -> Array:
     def keep(row_id: Array) -> Array:
         return jax.random.bernoulli(jax.random.fold_in(key, row_id), 1.0 - rate, hidden.shape[1:])
 
@@ -159,22 +175,15 @@ def _drop(
     return jnp.where(jax.vmap(keep)(row_ids), scaled, 0.0).astype(hidden.dtype)
 
 
-def _activation(name: str) -> Callable[[Array], Array]:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation={name!r} is not one of {tuple(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
 def _weight(
     module: nn.Module,
     name: str,
     shape: tuple[int, int],
     *,
-    dtype: jax.typing.DTypeLike,
     scale: float = 1.0,
     num_experts: int | None = None,
 ) -> Array:
-    """A float32 matrix of standard deviation scale / sqrt(fan-in), or one an expert, cast."""
+    """A float32 matrix of standard deviation scale / sqrt(fan-in), or one an expert."""
     leading = () if num_experts is None else (num_experts,)
     initializer = nn.initializers.variance_scaling(
         scale**2,
@@ -184,4 +193,4 @@ def _weight(
         out_axis=-1,
         batch_axis=tuple(range(len(leading))),
     )
-    return module.param(name, initializer, leading + shape, jnp.float32).astype(dtype)
+    return module.param(name, initializer, leading + shape, jnp.float32)

@@ -3,8 +3,13 @@
 Implementations differ in speed, not in result:
 
 - `loop`: a loop over groups, and inside it over blocks of rows; work proportional to the rows.
-- `ragged_dot`: `jax.lax.ragged_dot`; a grouped kernel on TPU v5p, but groups times the work on CPU.
-- `dense`: every group's matrix against every row, then a selection; the reference.
+- `ragged_dot`: `jax.lax.ragged_dot`; groups times the work on CPU, and on TPU for the gradient of
+  `rhs`.
+- `pallas`: kernels for TPU, see `pallas_matmul`; interpreted, and slow, elsewhere.
+- `dense`: every group's matrix against every row, then a selection; the reference, and the only one
+  with forward-mode derivatives (`jax.jvp`, `jax.linearize`, `jax.hessian`).
+
+All have reverse-mode derivatives of any order.
 """
 
 from collections.abc import Callable
@@ -14,9 +19,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-IMPLEMENTATIONS = ("loop", "ragged_dot", "dense")
-BLOCK_ROWS = 256
-"""Rows of one product of the `loop` implementation; half a block a group is wasted on average."""
+from moe_jax.core.pallas_matmul import device_at_hand, pallas_groups, pallas_rows
+from moe_jax.core.row_blocks import (
+    Block,
+    add_to_group,
+    as_carrier,
+    buffers,
+    clear,
+    columns_ahead,
+    from_carrier,
+    loop_over_blocks,
+    matmul_wide,
+    read,
+    read_columns,
+    write,
+)
+from moe_jax.core.varying import vary_alike
 
 
 def grouped_matmul(
@@ -34,9 +52,8 @@ def grouped_matmul(
     Args:
         lhs: rows sorted by group.
         rhs: one matrix a group, of the same type as `lhs`.
-        group_sizes: non-negative, with a sum of at most `rows`.
-        implementation: one of `IMPLEMENTATIONS`; None picks `loop` on CPU, else
-            `ragged_dot`.
+        group_sizes: non-negative. What exceeds the number of rows is left out of the last groups.
+        implementation: one of `IMPLEMENTATIONS`; None picks `default_implementation()`.
 
     Raises:
         ValueError: if the shapes or types do not fit, or the implementation is unknown.
@@ -49,124 +66,142 @@ def grouped_matmul(
         )
     if lhs.dtype != rhs.dtype:
         raise ValueError(f"lhs has type {lhs.dtype} and rhs {rhs.dtype}; they must be the same")
-    if implementation is None:
-        implementation = default_implementation()
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is not one of {IMPLEMENTATIONS}")
-    return _grouped_matmul(lhs, rhs, group_sizes.astype(jnp.int32), implementation)
+    implementation = check_implementation(implementation)
+    group_sizes = group_sizes.astype(jnp.int32)
+    if implementation == "dense":
+        return _dense(lhs, rhs, group_sizes)
+    return _multiply_rows(implementation, False, *vary_alike(lhs, rhs, group_sizes))
 
 
 def default_implementation() -> str:
-    """The fastest implementation on the default device."""
-    return "loop" if jax.default_backend() == "cpu" else "ragged_dot"
+    """`loop` on CPU, `pallas` on TPU, `ragged_dot` elsewhere.
+
+    Decided by the device of the mesh set by `jax.set_mesh`, which may be one to compile for ahead
+    of time, else by the default device.
+    """
+    return {"cpu": "loop", "tpu": "pallas"}.get(device_at_hand().platform, "ragged_dot")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array, implementation: str) -> Array:
-    return _ROW_PRODUCTS[implementation](lhs, rhs, group_sizes)
+def check_implementation(implementation: str | None) -> str:
+    """The implementation meant; raises ValueError if it is unknown."""
+    if implementation is None:
+        return default_implementation()
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is not one of {IMPLEMENTATIONS}")
+    return implementation
 
 
-def _forward(
-    lhs: Array, rhs: Array, group_sizes: Array, implementation: str
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply_rows(
+    implementation: str, transpose_rhs: bool, lhs: Array, rhs: Array, group_sizes: Array
+) -> Array:
+    """out[m] = lhs[m] rhs[group of m], or lhs[m] rhs[group of m]^T."""
+    return _ROW_PRODUCTS[implementation](lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
+
+
+def _multiply_rows_forward(
+    implementation: str, transpose_rhs: bool, lhs: Array, rhs: Array, group_sizes: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _grouped_matmul(lhs, rhs, group_sizes, implementation), (lhs, rhs, group_sizes)
+    out = _multiply_rows(implementation, transpose_rhs, lhs, rhs, group_sizes)
+    return out, (lhs, rhs, group_sizes)
 
 
-def _backward(
-    implementation: str, residuals: tuple[Array, Array, Array], gradient: Array
+def _multiply_rows_backward(
+    implementation: str,
+    transpose_rhs: bool,
+    residuals: tuple[Array, Array, Array],
+    gradient: Array,
 ) -> tuple[Array, Array, None]:
     lhs, rhs, group_sizes = residuals
-    lhs_gradient = _ROW_PRODUCTS[implementation](gradient, jnp.swapaxes(rhs, 1, 2), group_sizes)
-    rhs_gradient = _GROUP_PRODUCTS[implementation](lhs, gradient, group_sizes)
+    lhs_gradient = _multiply_rows(implementation, not transpose_rhs, gradient, rhs, group_sizes)
+    pair = (gradient, lhs) if transpose_rhs else (lhs, gradient)
+    rhs_gradient = _sum_groups(implementation, *pair, group_sizes)
     return lhs_gradient, rhs_gradient.astype(rhs.dtype), None
 
 
-_grouped_matmul.defvjp(_forward, _backward)
+_multiply_rows.defvjp(_multiply_rows_forward, _multiply_rows_backward)
 
 
-def _loop_rows(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """out[m] = lhs[m] rhs[group of m], block by block."""
-    num_rows, block = lhs.shape[0], min(BLOCK_ROWS, lhs.shape[0])
-    ends = jnp.cumsum(group_sizes)
-    # XLA on CPU widens a whole bfloat16 buffer to update a slice of it, but not an integer one.
-    carrier = jnp.uint16 if lhs.dtype == jnp.bfloat16 else lhs.dtype
-    out = jnp.zeros((num_rows, rhs.shape[2]), dtype=carrier)
-    if num_rows == 0:
-        return out.astype(lhs.dtype)
-
-    def multiply_group(group: Array, out: Array) -> Array:
-        matrix = jax.lax.dynamic_index_in_dim(rhs, group, keepdims=False)
-        start, end = ends[group] - group_sizes[group], ends[group]
-
-        def multiply_block(index: Array, out: Array) -> Array:
-            first, inside = _block(index, start, end, block, num_rows)
-            rows = jax.lax.dynamic_slice_in_dim(lhs, first, block)
-            product = jnp.dot(rows, matrix, preferred_element_type=jnp.float32)
-            product = _bitcast(product.astype(lhs.dtype), carrier)
-            # A block may reach into its neighbours' rows: those keep what they hold.
-            kept = jax.lax.dynamic_slice_in_dim(out, first, block)
-            merged = jnp.where(inside[:, None], product, kept)
-            return jax.lax.dynamic_update_slice_in_dim(out, merged, first, axis=0)
-
-        return jax.lax.fori_loop(0, _num_blocks(end - start, block), multiply_block, out)
-
-    return _bitcast(jax.lax.fori_loop(0, rhs.shape[0], multiply_group, out), lhs.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_groups(implementation: str, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """out[g] = sum over the rows m of group g of lhs[m] rhs[m]^T, in float32."""
+    return _GROUP_PRODUCTS[implementation](lhs, rhs, group_sizes)
 
 
-def _loop_groups(lhs: Array, gradient: Array, group_sizes: Array) -> Array:
-    """out[g] = sum over the rows m of group g of lhs[m] gradient[m]^T, in float32."""
-    num_rows, block = lhs.shape[0], min(BLOCK_ROWS, lhs.shape[0])
-    num_groups = group_sizes.shape[0]
-    ends = jnp.cumsum(group_sizes)
-    out = jnp.zeros((num_groups, lhs.shape[1], gradient.shape[1]), dtype=jnp.float32)
-    if num_rows == 0:
-        return out
-
-    def reduce_group(group: Array, out: Array) -> Array:
-        start, end = ends[group] - group_sizes[group], ends[group]
-
-        def add_block(index: Array, total: Array) -> Array:
-            first, inside = _block(index, start, end, block, num_rows)
-            left = jax.lax.dynamic_slice_in_dim(lhs, first, block)
-            right = jax.lax.dynamic_slice_in_dim(gradient, first, block)
-            # Both sides: a NaN in a neighbour's row would survive a product with 0.
-            left = jnp.where(inside[:, None], left, jnp.zeros_like(left))
-            right = jnp.where(inside[:, None], right, jnp.zeros_like(right))
-            return total + jnp.dot(left.T, right, preferred_element_type=jnp.float32)
-
-        total = jnp.zeros(out.shape[1:], dtype=jnp.float32)
-        total = jax.lax.fori_loop(0, _num_blocks(end - start, block), add_block, total)
-        return jax.lax.dynamic_update_index_in_dim(out, total, group, axis=0)
-
-    return jax.lax.fori_loop(0, num_groups, reduce_group, out)
+def _sum_groups_forward(
+    implementation: str, lhs: Array, rhs: Array, group_sizes: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _sum_groups(implementation, lhs, rhs, group_sizes), (lhs, rhs, group_sizes)
 
 
-def _bitcast(values: Array, dtype: jax.typing.DTypeLike) -> Array:
-    return values if values.dtype == dtype else jax.lax.bitcast_convert_type(values, dtype)
+def _sum_groups_backward(
+    implementation: str, residuals: tuple[Array, Array, Array], gradient: Array
+) -> tuple[Array, Array, None]:
+    lhs, rhs, group_sizes = residuals
+    gradient = gradient.astype(lhs.dtype)
+    lhs_gradient = _multiply_rows(implementation, True, rhs, gradient, group_sizes)
+    rhs_gradient = _multiply_rows(implementation, False, lhs, gradient, group_sizes)
+    return lhs_gradient, rhs_gradient, None
 
 
-def _num_blocks(size: Array, block: int) -> Array:
-    return (size + (block - 1)) // block
+_sum_groups.defvjp(_sum_groups_forward, _sum_groups_backward)
 
 
-def _block(
-    index: Array, start: Array, end: Array, block: int, num_rows: int
-) -> tuple[Array, Array]:
-    """First row of a block, clamped to fit, and which of its rows it is to compute."""
-    wanted = start + index * block
-    first = jnp.minimum(wanted, num_rows - block)
-    row = first + jnp.arange(block, dtype=jnp.int32)
-    return first, (row >= wanted) & (row < end)
+def _loop_rows(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool) -> Array:
+    num_outer = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+
+    # Under vmap a loop would run every block of every example and then select.
+    @jax.custom_batching.sequential_vmap
+    def product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+        rows, matrices = as_carrier(lhs), as_carrier(rhs)
+
+        def start_group(group: Array) -> Callable[[Block, Array], Array]:
+            matrix = jax.lax.dynamic_index_in_dim(matrices, group, keepdims=False)
+            matrix = from_carrier(matrix, rhs.dtype)
+
+            def multiply(block: Block, out: Array) -> Array:
+                left = from_carrier(read(rows, block), lhs.dtype)
+                return write(out, matmul_wide(left, matrix, transpose_rhs=transpose_rhs), block)
+
+            return multiply
+
+        shape = (lhs.shape[0], num_outer)
+        (out,) = buffers([shape], lhs.dtype, group_sizes)
+        out = loop_over_blocks(start_group, group_sizes, lhs.shape[0], out)
+        return from_carrier(out, lhs.dtype)
+
+    return product(lhs, rhs, group_sizes)
 
 
-# Under vmap, ragged_dot accepts nothing but a batch of all its arguments: take them in turn.
 @jax.custom_batching.sequential_vmap
-def _ragged_rows(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    inside = _inside(lhs, group_sizes)
-    lhs = jnp.where(inside, lhs, jnp.zeros_like(lhs))
-    out = jax.lax.ragged_dot(lhs, rhs, group_sizes, preferred_element_type=jnp.float32)
-    # Some kernels leave the rows past the last group uninitialised.
-    return jnp.where(inside, out, 0.0).astype(lhs.dtype)
+def _loop_groups(lhs: Array, gradient: Array, group_sizes: Array) -> Array:
+    columns, rows = columns_ahead(lhs), as_carrier(gradient)
+
+    def start_group(group: Array) -> Callable[[Block, Array], Array]:
+        def add(block: Block, out: Array) -> Array:
+            # Both sides: a NaN in a neighbour's row would survive a product with 0.
+            right = from_carrier(clear(read(rows, block), block.unseen[:, None]), lhs.dtype)
+            product = matmul_wide(read_columns(columns, block, lhs.dtype), right)
+            return add_to_group(out, product, group)
+
+        return add
+
+    shape = (group_sizes.shape[0], lhs.shape[1], gradient.shape[1])
+    (out,) = buffers([shape], jnp.float32, group_sizes)
+    return loop_over_blocks(start_group, group_sizes, lhs.shape[0], out)
+
+
+def _ragged_rows(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: bool) -> Array:
+    # Under vmap, ragged_dot accepts nothing but a batch of all its arguments: take them in turn.
+    @jax.custom_batching.sequential_vmap
+    def product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+        inside = _inside(lhs, group_sizes)
+        lhs = jnp.where(inside, lhs, jnp.zeros_like(lhs))
+        out = jax.lax.ragged_dot(lhs, rhs, group_sizes, preferred_element_type=jnp.float32)
+        # Some kernels leave the rows past the last group uninitialised.
+        return jnp.where(inside, out, 0.0).astype(lhs.dtype)
+
+    return product(lhs, jnp.swapaxes(rhs, 1, 2) if transpose_rhs else rhs, group_sizes)
 
 
 @jax.custom_batching.sequential_vmap
@@ -188,39 +223,29 @@ def _ragged_groups(lhs: Array, gradient: Array, group_sizes: Array) -> Array:
     return jnp.where((group_sizes > 0)[:, None, None], out, 0.0)
 
 
-def _dense_rows(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    members = _membership(lhs, group_sizes)
-    every = jnp.einsum("mk,gkn->gmn", lhs, rhs, preferred_element_type=jnp.float32)
-    return jnp.sum(jnp.where(members[:, :, None], every, 0.0), axis=0).astype(lhs.dtype)
-
-
-def _dense_groups(lhs: Array, gradient: Array, group_sizes: Array) -> Array:
-    members = _membership(lhs, group_sizes)[:, :, None]
-    left = jnp.where(members, lhs[None], jnp.zeros_like(lhs)[None])
-    right = jnp.where(members, gradient[None], jnp.zeros_like(gradient)[None])
-    return jnp.einsum("gmk,gmn->gkn", left, right, preferred_element_type=jnp.float32)
-
-
 def _inside(lhs: Array, group_sizes: Array) -> Array:
     num_inside = jnp.sum(group_sizes, dtype=jnp.int32)
     return (jnp.arange(lhs.shape[0], dtype=jnp.int32) < num_inside)[:, None]
 
 
-def _membership(lhs: Array, group_sizes: Array) -> Array:
-    """bool[groups, rows], which rows belong to which group."""
-    ends = jnp.cumsum(group_sizes)[:, None]
+def _dense(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)[:, None]
     row = jnp.arange(lhs.shape[0], dtype=jnp.int32)[None, :]
-    return (row >= ends - group_sizes[:, None]) & (row < ends)
+    members = ((row >= ends - group_sizes[:, None]) & (row < ends))[:, :, None]
+    # Selecting on both sides of the product keeps a NaN in its group in every derivative too.
+    left = jnp.where(members, lhs[None], jnp.zeros_like(lhs)[None])
+    every = jnp.einsum("gmk,gkn->gmn", left, rhs, preferred_element_type=jnp.float32)
+    return jnp.sum(jnp.where(members, every, 0.0), axis=0).astype(lhs.dtype)
 
 
-_Product = Callable[[Array, Array, Array], Array]
-_ROW_PRODUCTS: dict[str, _Product] = {
+_ROW_PRODUCTS: dict[str, Callable[..., Array]] = {
     "loop": _loop_rows,
     "ragged_dot": _ragged_rows,
-    "dense": _dense_rows,
+    "pallas": pallas_rows,
 }
-_GROUP_PRODUCTS: dict[str, _Product] = {
+_GROUP_PRODUCTS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "loop": _loop_groups,
     "ragged_dot": _ragged_groups,
-    "dense": _dense_groups,
+    "pallas": pallas_groups,
 }
+IMPLEMENTATIONS = (*_ROW_PRODUCTS, "dense")

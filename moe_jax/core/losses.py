@@ -3,6 +3,8 @@
 Every loss is the mean over the tokens where `mask` is True; masked tokens may hold anything. Inside
 `shard_map`, name the mesh axes that split the tokens in `axis_names`: value and gradient are then
 those of the global batch on every shard. Under `jit` on sharded arrays nothing needs naming.
+Differentiate outside `shard_map`, or inside with its default `check_vma=True`; inside without, or
+under `vmap(axis_name=...)`, the gradient is right after the usual mean over the shards.
 
 Coefficients do not carry over between libraries as they stand. A weight c on the load-balance loss
 of one layer, with K experts a token, is the weight below here:
@@ -15,8 +17,9 @@ of one layer, with K experts a token, is the weight below here:
 | Hugging Face Mixtral            | K                       | c K         |
 | levanter                        | 1 / K                   | c / K       |
 
-A library that sums the loss over L layers, where `moe_jax.language` averages, needs a further
-factor L. Hugging Face pools the tokens of all layers into one batch, which no factor undoes.
+MaxText takes the loss of each sequence, so compare it with `sequence_load_balance_loss`. A library
+that sums the loss over L layers, where `moe_jax.language` averages, needs a further factor L.
+Hugging Face pools the tokens of all layers into one batch, which no factor undoes.
 """
 
 from collections.abc import Callable

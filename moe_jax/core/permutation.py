@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe_jax.core.routing import Routing, expert_counts
+from moe_jax.core.varying import vary_alike
 
 UNROLLED_CHOICES = 16
 """Up to so many choices a token XLA fuses the gathers of all into one sum over them; it would write
@@ -57,7 +58,7 @@ def sort_by_expert(routing: Routing) -> RowOrder:
 
 def dispatch(tokens: Float[Array, "tokens model"], order: RowOrder) -> Float[Array, "rows model"]:
     """Copies each token to the rows of its experts: rows[m] = tokens[token_of_row[m]]."""
-    return _dispatch(tokens, order.token_of_row, order.row_of_assignment)
+    return _dispatch(*vary_alike(tokens, order.token_of_row, order.row_of_assignment))
 
 
 def combine(
@@ -70,7 +71,7 @@ def combine(
     Summed in float32; returned in the type of `rows`. An assignment of weight 0 contributes exactly
     0 even if its row is not finite.
     """
-    return _combine(rows, combine_weight, order.token_of_row, order.row_of_assignment)
+    return _combine(*vary_alike(rows, combine_weight, order.token_of_row, order.row_of_assignment))
 
 
 @jax.custom_vjp

@@ -1,5 +1,6 @@
 """Routers as Flax modules: a gate's parameters around the pure functions that decide."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -318,7 +319,7 @@ def check_options(
 ) -> dict[str, Any]:
     """The options as keyword arguments; ValueError if the module has no such attribute."""
     own = {"name", "parent", "features", "num_experts", "num_selected"}
-    accepted = sorted(set(module.__dataclass_fields__) - own)
+    accepted = sorted({field.name for field in dataclasses.fields(module)} - own)
     for option in options:
         if option not in accepted:
             raise ValueError(f"{argument} of {name!r}: {option!r} is not one of {accepted}")

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from flax.core import FrozenDict
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.capacity import expert_capacity, limit_capacity, order_by_capacity
+from moe_jax.core.capacity import (
+    PRIORITIES,
+    expert_capacity,
+    limit_capacity,
+    order_by_capacity,
+)
 from moe_jax.core.experts import ExpertFFN, FeedForward
 from moe_jax.core.losses import load_balance_loss, router_z_loss
 from moe_jax.core.permutation import RowOrder, combine, dispatch, sort_by_expert
@@ -179,6 +184,10 @@ class SparseMoE(nn.Module):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {at_least}")
         if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"x {x.shape} of type {x.dtype}: expected floats [..., model]")
+        if self.capacity_priority not in PRIORITIES:
+            raise ValueError(
+                f"capacity_priority={self.capacity_priority!r} is not one of {PRIORITIES}"
+            )
         chooses_tokens = self.router in ("expert_choice", "soft")
         if self.capacity_factor is not None and chooses_tokens:
             raise ValueError(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.experts import matmul
-from moe_jax.language.config import DTYPES, LanguageModelConfig
+from moe_jax.language.config import LanguageModelConfig
 
 MIN_BLOCK = 128
 MAX_BLOCKS = 8
@@ -44,6 +44,9 @@ def causal_attention(
 
     Token i sees j <= i with segment_ids[j] == segment_ids[i]. Head h uses key and value head
     h // (heads / kv_heads). Scores and softmax are float32; the result has the type of `query`.
+
+    A hidden value has weight exactly 0, but 0 NaN is NaN: one that is not finite reaches others of
+    its row, those of other documents too. Finite values do not.
 
     Queries are taken in blocks, each against the keys up to its own end, which spares nearly half
     of the products. The derivative recomputes the scores from the saved log-partition function, so
@@ -181,7 +184,7 @@ class Attention(nn.Module):
     ) -> Float[Array, "batch length model"]:
         """Attends within documents; `x` is expected normalised, in the compute type."""
         config = self.config
-        dtype = DTYPES[config.dtype]
+        dtype = jnp.dtype(config.dtype)
         batch, length, model_dim = x.shape
 
         def project(name: str, num_heads: int) -> Array:

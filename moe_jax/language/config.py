@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict
 
@@ -14,7 +15,7 @@ from moe_jax.core.routing import check_num_selected
 
 LAYER_KINDS = ("dense", "sparse")
 REMAT_POLICIES = ("none", "dots", "full")
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,11 @@ class LanguageModelConfig:
         num_kv_heads: divides num_heads.
         head_dim: width of a head, even; model_dim / num_heads if 0.
         layer_pattern: kind of each layer, `dense` or `sparse`, repeated to num_layers.
-        hidden_dim: inner width of a dense layer's feed-forward network.
+        hidden_dim: inner width of a dense layer's feed-forward network; 4 model_dim if 0.
         num_experts, num_selected, expert_hidden_dim, num_shared_experts, router, router_options,
             capacity_factor, capacity_priority, expert_dropout: see `moe_jax.core.SparseMoE`; used
-            by sparse layers. A router or priority that looks at later tokens is refused. A hash
-            router hashes the token ids.
+            by sparse layers. expert_hidden_dim is 2 model_dim if 0. A router or priority that looks
+            at later tokens is refused. A hash router hashes the token ids.
         activation: `silu`, `gelu` or `relu`, of the feed-forward networks.
         gated: gate them, activation(gate x) * (up x), or not, activation(up x).
         qk_norm: normalise queries and keys (arXiv 2302.05442), which tolerates larger steps.
@@ -42,8 +43,8 @@ class LanguageModelConfig:
         remat: what the backward pass recomputes: `none`, all but matrix products (`dots`), or all
             within a layer (`full`). On CPU it saves memory with scan_layers only.
         scan_layers: compile equal layers once and loop over them; else unroll.
-        dtype: operands of the matrix products, `float32` or `bfloat16`. Parameters, residual
-            stream, gates and losses are float32.
+        dtype: operands of the matrix products, float32 or bfloat16, a name or a type. Parameters,
+            residual stream, gates and losses are float32.
 
     Raises:
         ValueError: naming the field, its value and what is accepted.
@@ -57,8 +58,8 @@ class LanguageModelConfig:
     head_dim: int = 0
     layer_pattern: tuple[str, ...] = ("sparse",)
     hidden_dim: int = 0
-    num_experts: int = 0
-    num_selected: int = 0
+    num_experts: int = 8
+    num_selected: int = 2
     expert_hidden_dim: int = 0
     num_shared_experts: int = 0
     router: str = "top_k"
@@ -73,7 +74,7 @@ class LanguageModelConfig:
     tie_embeddings: bool = False
     remat: str = "none"
     scan_layers: bool = True
-    dtype: str = "float32"
+    dtype: jax.typing.DTypeLike = "float32"
 
     def __post_init__(self) -> None:
         if isinstance(self.layer_pattern, str):
@@ -88,6 +89,9 @@ class LanguageModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
         _check_divides(self, "num_kv_heads", "num_heads")
+        for name, factor in (("hidden_dim", 4), ("expert_hidden_dim", 2)):
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, factor * self.model_dim)
         if not self.layer_pattern:
             raise ValueError("layer_pattern=() must name at least one layer")
         for kind in self.layer_pattern:
@@ -104,7 +108,7 @@ class LanguageModelConfig:
             raise ValueError(f"rope_base={self.rope_base} must exceed 1")
         _check_one_of("activation", self.activation, tuple(ACTIVATIONS))
         _check_one_of("remat", self.remat, REMAT_POLICIES)
-        _check_one_of("dtype", self.dtype, tuple(DTYPES))
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
 
     def _check_router(self) -> None:
         _check_one_of("router", self.router, tuple(ROUTERS))
@@ -146,6 +150,15 @@ def _check_divides(config: LanguageModelConfig, divisor: str, number: str) -> No
     small, large = getattr(config, divisor), getattr(config, number)
     if large % small:
         raise ValueError(f"{number}={large} is not divisible by {divisor}={small}")
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    _check_one_of("dtype", name, DTYPES)
+    return name
 
 
 def _check_one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:

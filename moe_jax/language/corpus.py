@@ -2,7 +2,6 @@
 
 import codecs
 import dataclasses
-import glob
 import hashlib
 import io
 import itertools
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt
 
+from moe_jax.language.globs import matching_paths
 from moe_jax.language.token_cache import load_or_tokenize
 from moe_jax.language.tokenizer import Tokenizer
 
@@ -114,7 +114,8 @@ def load_corpus(
     Args:
         source: None or "" for the `.py` files of the running interpreter's standard library, tests
             left out; else globs separated by commas (`~` and `**` are known) of UTF-8 texts and of
-            `.jsonl` files, whose lines are objects holding one text each.
+            `.jsonl` files, whose lines are objects holding one text each. `**` follows links, but
+            enters no folder twice.
         tokenizer: see `moe_jax.language.tokenizer`.
         held_out_fraction: expected share of documents held out, between 0 and 1.
         cache_dir: folder for the token arrays, made if missing; None keeps them in memory, as does
@@ -230,7 +231,7 @@ def _matching_files(source: str) -> list[tuple[str, Any]]:
         raise ValueError(f"source={source!r} holds no glob")
     paths = set()
     for pattern in patterns:
-        matches = glob.glob(os.path.expanduser(pattern), recursive=True)
+        matches = matching_paths(os.path.expanduser(pattern))
         files = [path for path in matches if not os.path.isdir(path)]
         if not files:
             hint = (
@@ -288,7 +289,8 @@ def _json_texts(name: str, file: Any, text_key: str) -> Iterator[tuple[str, byte
                 raise ValueError(f"{name}, line {number}: not JSON text: {reason}") from error
             except (TypeError, LookupError, AttributeError) as error:
                 raise ValueError(
-                    f"{name}, line {number}: not an object with a string {text_key!r}"
+                    f"{name}, line {number}: not an object with a string {text_key!r}; "
+                    "text_key names the field that holds the text"
                 ) from error
             yield f"{name}:{number}", text
     if is_empty:

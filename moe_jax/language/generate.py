@@ -15,7 +15,7 @@ def generate(
     key: Array,
     model: LanguageModel,
     variables: PyTree,
-    prompt: Sequence[int] | Int[np.ndarray, " length"],
+    prompt: Sequence[int] | Int[Array | np.ndarray, " length"],
     max_new_tokens: int,
     *,
     context_length: int,
@@ -65,7 +65,7 @@ def generate(
     return tokens[prompt_length:]
 
 
-def _token_ids(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> list[int]:
+def _token_ids(prompt: Sequence[int] | Array | np.ndarray, vocab_size: int) -> list[int]:
     ids = np.asarray(prompt)
     if ids.size == 0:
         raise ValueError("prompt is empty; give at least one token, such as BOS")

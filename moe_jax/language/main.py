@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
-from jaxtyping import PyTree
 from ml_collections import config_flags
 
 from moe_jax.language.batches import make_batches
@@ -28,28 +27,41 @@ from moe_jax.language.fit import batch_weight, make_loss_function, make_model_st
 from moe_jax.language.generate import generate
 from moe_jax.language.model import LanguageModel
 from moe_jax.language.plots import plot_expert_load, plot_loss
-from moe_jax.language.settings import Settings, keep_configuration, model_config, read_settings
+from moe_jax.language.settings import (
+    Settings,
+    check_configuration,
+    model_config,
+    read_settings,
+    write_configuration,
+)
 from moe_jax.language.tokenizer import Tokenizer, load_tokenizer
 from moe_jax.training.checkpoints import Checkpoints, CheckpointSaveError
+from moe_jax.training.compilation import keep_compiled_programs
 from moe_jax.training.interrupts import Interrupts, exit_code
 from moe_jax.training.loop import TrainingDivergedError, restore_or_init, train
 from moe_jax.training.memory import keep_freed_memory
 from moe_jax.training.metrics import MetricWriter, read_metrics
 from moe_jax.training.optimizer import make_optimizer
 from moe_jax.training.progress import Progress
-from moe_jax.training.state import TrainState, init_state, variables_of
+from moe_jax.training.state import TrainState, init_state, split_variables, variables_of
 from moe_jax.training.step import make_train_step
 from moe_jax.training.workdir import lock_workdir, prepare_workdir
+
+FIGURES = ("figures/loss.png", "figures/expert_load.png")
 
 
 def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
     """Trains, evaluates, draws and samples; resumes if the workdir holds a checkpoint.
 
     Writes to the workdir: `config.json`, `checkpoints/`, `metrics.jsonl`, TensorBoard events,
-    `evaluation.json` with the bits of every held-out document, and `figures/`.
+    `evaluation.json` with the bits of every held-out document at its `step`, and `figures/`.
+    `moe_jax.language.load_language_model` reads the model back. A run that takes further steps
+    removes evaluation and figures first; the figures come back when it stops, the evaluation when
+    it is complete.
 
     Returns:
-        The exit status: 0, or 130 after Ctrl-C.
+        The exit status: 0 when the run is complete, and also after SIGTERM, which leaves it
+        unfinished and to be resumed; 130 after Ctrl-C. Only a complete run has `evaluation.json`.
 
     Raises:
         ValueError: for a configuration, corpus, workdir or checkpoint that cannot be used.
@@ -58,7 +70,7 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
     settings = read_settings(config)
     folder = prepare_workdir(workdir)
     with Interrupts() as interrupts, lock_workdir(folder):
-        keep_configuration(folder, config)
+        changes = check_configuration(folder, config)
         tokenizer = load_tokenizer(settings.data.tokenizer)
         corpus = load_corpus(
             settings.data.source,
@@ -75,19 +87,38 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
             batch_size=settings.data.batch_size // settings.data.accumulate,
             pad_id=tokenizer.pad_id,
         )
-        state = _train(settings, folder, tokenizer, corpus, model, evaluate, interrupts)
+
+        def begin(first_step: int) -> None:
+            is_over = first_step >= settings.train.num_steps
+            if changes:
+                print(f"resuming at step {first_step} with another configuration than before:")
+                print("".join(f"  {change}\n" for change in changes), end="")
+            if is_over and changes:
+                print("no steps are left to take with it: config.json stays as it is")
+            if not (is_over and (folder / "config.json").exists()):
+                write_configuration(folder, config)
+            if not is_over:
+                # They describe a state that the run now leaves behind.
+                for stale in ("evaluation.json", *FIGURES):
+                    (folder / stale).unlink(missing_ok=True)
+
+        state = _train(settings, folder, tokenizer, corpus, model, evaluate, interrupts, begin)
         if interrupts.requested is None:
             logging.info("scoring all %d held-out documents", len(corpus.held_out))
             evaluation = evaluate(variables_of(state), corpus.held_out)
         if interrupts.requested is not None:
             print(f"saved step {int(state.step)} of {settings.train.num_steps} in {folder}")
             print("to resume, run the same command again")
+            _draw_figures(folder)
             return exit_code(interrupts.requested)
-        _write_evaluation(folder, corpus, evaluation)
+        _write_evaluation(folder, int(state.step), corpus, evaluation)
         _draw_figures(folder)
         num_documents = len(corpus.held_out)
-        print(f"held out: {evaluation.bits_per_byte:.4f} bits per byte, {num_documents} documents")
-        _print_sample(settings, tokenizer, model, variables_of(state))
+        print(
+            f"step {int(state.step)}, held out: {evaluation.bits_per_byte:.4f} bits per byte, "
+            f"{num_documents} documents"
+        )
+        _print_sample(settings, tokenizer, model, state)
     return 0
 
 
@@ -112,6 +143,7 @@ def _train(
     model: LanguageModel,
     evaluate: Callable[..., Evaluation],
     interrupts: Interrupts,
+    begin: Callable[[int], None],
 ) -> TrainState:
     data = settings.data
     optimizer = make_optimizer(settings.optimizer, settings.train.num_steps)
@@ -134,8 +166,8 @@ def _train(
 
     def init() -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(settings.seed))
-        model_state = dict(model.init(init_key, jnp.zeros((1, 8), dtype=jnp.int32)))
-        params = model_state.pop("params")
+        variables = model.init(init_key, jnp.zeros((1, 8), dtype=jnp.int32))
+        params, model_state = split_variables(variables)
         return init_state(run_key, params, optimizer, model_state)
 
     def score(state: TrainState) -> dict[str, float]:
@@ -146,6 +178,7 @@ def _train(
     with Checkpoints(folder / "checkpoints", keep=settings.train.keep) as checkpoints:
         state = restore_or_init(checkpoints, init, batches)
         first_step = int(state.step)
+        begin(first_step)
         with (
             MetricWriter(folder, resume_step=first_step or None) as writer,
             Progress(settings.train.num_steps, first_step) as progress,
@@ -165,14 +198,18 @@ def _train(
     return state
 
 
-def _write_evaluation(folder: Path, corpus: Corpus, evaluation: Evaluation) -> None:
+def _write_evaluation(folder: Path, step: int, corpus: Corpus, evaluation: Evaluation) -> None:
     documents = [
         {"name": name, "bytes": int(num_bytes), "bits": float(bits)}
         for name, num_bytes, bits in zip(
             corpus.held_out.names, corpus.held_out.num_bytes, evaluation.bits, strict=True
         )
     ]
-    record = {"bits_per_byte": evaluation.bits_per_byte, "documents": documents}
+    record = {
+        "step": step,
+        "bits_per_byte": evaluation.bits_per_byte,
+        "documents": documents,
+    }
     # Its presence says that the run is complete, so it must not be seen half written.
     partial = folder / "evaluation.json.partial"
     partial.write_text(json.dumps(record, indent=1) + "\n")
@@ -181,29 +218,29 @@ def _write_evaluation(folder: Path, corpus: Corpus, evaluation: Evaluation) -> N
 
 def _draw_figures(folder: Path) -> None:
     records = read_metrics(folder / "metrics.jsonl")
-    figures = folder / "figures"
-    figures.mkdir(exist_ok=True)
-    plot_loss(records, figures / "loss.png")
-    plot_expert_load(records, figures / "expert_load.png")
-    print(f"figures in {figures}")
+    figures = [folder / name for name in FIGURES]
+    figures[0].parent.mkdir(exist_ok=True)
+    plot_loss(records, figures[0])
+    plot_expert_load(records, figures[1])
+    print(f"figures in {figures[0].parent}")
 
 
 def _print_sample(
-    settings: Settings, tokenizer: Tokenizer, model: LanguageModel, variables: PyTree
+    settings: Settings, tokenizer: Tokenizer, model: LanguageModel, state: TrainState
 ) -> None:
     prompt = settings.sample.prompt
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt.encode()).tolist()]
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
     new = generate(
         jax.random.key(settings.seed),
         model,
-        variables,
+        variables_of(state),
         ids,
         settings.sample.num_tokens,
         context_length=settings.data.sequence_length,
         temperature=settings.sample.temperature,
         stop=tokenizer.eos_id,
     )
-    print(f"sample at temperature {settings.sample.temperature}:\n")
+    print(f"sample at step {int(state.step)}, temperature {settings.sample.temperature}:\n")
     print(prompt + tokenizer.decode(new))
 
 
@@ -211,10 +248,18 @@ def _main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         return _fail(f"unexpected argument {argv[1]!r}")
     keep_freed_memory()
+    keep_compiled_programs()
+    logging.get_absl_handler().setFormatter(
+        python_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+    )
     # Absl shows at INFO which accelerators JAX looked for and did not find.
     python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
     try:
-        return train_language_model(_CONFIG.value.to_dict(), _WORKDIR.value)
+        config = _CONFIG.value.to_dict()
+    except (AttributeError, ValueError, OSError) as error:
+        return _fail(_last_line(error))
+    try:
+        return train_language_model(config, _WORKDIR.value)
     except (ValueError, OSError, CheckpointSaveError, TrainingDivergedError) as error:
         logging.debug("raised from here", exc_info=True)
         return _fail(str(error))
@@ -228,11 +273,20 @@ def _fail(reason: str) -> int:
 def _parse_flags(argv: Sequence[str]) -> list[str]:
     try:
         return flags.FLAGS(list(argv))
-    # ml_collections raises these for a key the configuration lacks or a file that is not there,
-    # the latter with a whole traceback in its message.
+    # ml_collections raises these for a key the configuration lacks or a file that is not there.
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        lines = str(error.args[0] if error.args else error).strip().splitlines()
-        sys.exit(_fail(lines[-1]))
+        sys.exit(_fail(_last_line(error)))
+
+
+def _last_line(error: BaseException) -> str:
+    """What went wrong, according to ml_collections, which may put a whole traceback before it."""
+    reason: Any = error
+    # One raised from another holds it as its argument, and str of a KeyError is a repr.
+    while isinstance(reason, BaseException) and reason.args:
+        reason = reason.args[0]
+    line = str(reason).strip().splitlines()[-1].strip()
+    is_unknown_key = isinstance(error, KeyError | AttributeError)
+    return f"unknown configuration key: {line}" if is_unknown_key else line
 
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.")

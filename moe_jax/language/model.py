@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.core import FeedForward, Routing, SparseMoE
 from moe_jax.core.gates import STATE
 from moe_jax.language.attention import Attention, RMSNorm
-from moe_jax.language.config import DTYPES, LanguageModelConfig
+from moe_jax.language.config import LanguageModelConfig
 
 
 class Layer(nn.Module):
@@ -28,7 +28,7 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "batch length model"], Routing | None]:
         """Returns the new residual stream, and the routing if the layer is sparse."""
         config = self.config
-        dtype = DTYPES[config.dtype]
+        dtype = jnp.dtype(config.dtype)
         down_scale = (2.0 * config.num_layers) ** -0.5
         normed = RMSNorm(dtype=dtype, name="attention_norm")(x)
         attended = Attention(config, name="attention")(normed, segment_ids, positions)
@@ -118,9 +118,13 @@ class LanguageModel(nn.Module):
         Returns:
             Logits in float32, and the routing of the sparse layers stacked along a leading axis
             (None if there are none).
+
+        Raises:
+            ValueError: naming the argument whose shape or type does not fit.
         """
         config = self.config
-        dtype = DTYPES[config.dtype]
+        dtype = jnp.dtype(config.dtype)
+        _check_tokens(tokens, segment_ids, positions)
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         if positions is None:
@@ -151,6 +155,18 @@ class LanguageModel(nn.Module):
         if not routings:
             return logits, None
         return logits, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+
+
+def _check_tokens(tokens: Array, segment_ids: Array | None, positions: Array | None) -> None:
+    """Outside the tests nothing checks the annotations."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape[1] == 0:
+        raise ValueError(
+            f"tokens {tokens.shape} of type {tokens.dtype}: expected ids [batch, length]; "
+            "tokens[None] makes a batch of one text"
+        )
+    for name, values in (("segment_ids", segment_ids), ("positions", positions)):
+        if values is not None and values.shape != tokens.shape:
+            raise ValueError(f"{name} {values.shape} does not fit tokens {tokens.shape}")
 
 
 def layer_runs(kinds: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 MAX_COLUMNS = 4
 MAX_RECORDS = 300
+MAX_WINDOWS = 40
 
 
 def plot_loss(
@@ -25,16 +26,23 @@ def plot_loss(
 ) -> None:
     """Bits per byte against steps: training, held-out, and horizontal lines for references.
 
-    The vertical axis fits what follows the first tenth of the run, whose steep fall would flatten
-    the rest.
+    Training is drawn as means over up to 40 windows, and every record pale behind them. The
+    vertical axis fits what follows the first tenth of the run, whose steep fall would flatten the
+    rest.
     """
     figure, axes = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
     curves = {kind: _curve(records, kind) for kind in ("train", "eval")}
-    for (kind, (steps, values)), color in zip(curves.items(), ("C0", "C1"), strict=True):
-        if len(steps):
-            label = {"train": "training", "eval": "held out"}[kind]
-            marker = "o" if kind == "eval" or len(steps) == 1 else None
-            axes.plot(steps, values, label=label, marker=marker, markersize=4, color=color)
+    steps, values = curves["train"]
+    if len(steps) > MAX_WINDOWS:
+        axes.plot(steps, values, color="C0", alpha=0.25, linewidth=0.8)
+        width = -(-len(steps) // MAX_WINDOWS)
+        steps, values = _window_means(steps, width), _window_means(values, width)
+    if len(steps):
+        marker = "o" if len(steps) == 1 else None
+        axes.plot(steps, values, label="training", marker=marker, markersize=4, color="C0")
+    steps, values = curves["eval"]
+    if len(steps):
+        axes.plot(steps, values, label="held out", marker="o", markersize=4, color="C1")
     styles = itertools.cycle(("--", ":", "-.", (0, (1, 4))))
     for style, (name, value) in zip(styles, (references or {}).items(), strict=False):
         label = f"{name}: {value:.2f}"
@@ -46,6 +54,7 @@ def plot_loss(
         margin = 0.05 * max(np.ptp(shown), 0.1)
         axes.set_ylim(shown.min() - margin, shown.max() + margin)
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    axes.set_title(_last_step(records), loc="right", fontsize=10)
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
     axes.grid(alpha=0.3)
@@ -107,6 +116,7 @@ def plot_expert_load(records: Sequence[Mapping[str, Any]], path: Path) -> bool:
         if layer + columns >= num_layers:
             axes.set_xlabel("step")
             axes.tick_params(labelbottom=True)
+    figure.suptitle(_last_step(records), x=0.99, ha="right", fontsize=10)
     figure.colorbar(
         image,
         ax=grid,
@@ -130,6 +140,16 @@ def _curve(records: Sequence[Mapping[str, Any]], kind: str) -> tuple[np.ndarray,
     ]
     steps, values = np.array(points, np.float64).reshape(-1, 2).T
     return steps, values
+
+
+def _window_means(values: np.ndarray, width: int) -> np.ndarray:
+    """Means of `width` neighbours each; the last window may be shorter."""
+    first = np.arange(0, len(values), width)
+    return np.add.reduceat(values, first) / np.diff(first, append=len(values))
+
+
+def _last_step(records: Sequence[Mapping[str, Any]]) -> str:
+    return f"at step {max((record['step'] for record in records), default=0)}"
 
 
 def _thinned(

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from moe_jax.language.config import LanguageModelConfig
 from moe_jax.language.fit import LossConfig
-from moe_jax.language.tokenizer import Tokenizer
+from moe_jax.language.tokenizer import Tokenizer, load_tokenizer
+from moe_jax.training.checkpoints import Checkpoints
 from moe_jax.training.configs import check_known, from_mapping
 from moe_jax.training.loop import LoopConfig
 from moe_jax.training.optimizer import OptimizerConfig
@@ -127,22 +128,87 @@ def model_config(fields: Mapping[str, Any], tokenizer: Tokenizer) -> LanguageMod
     return config
 
 
-def keep_configuration(folder: Path, config: Mapping[str, Any]) -> None:
-    """Writes `config.json`, unless that would continue a checkpoint on other batches.
+def check_configuration(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """What differs from the configuration that the folder's checkpoints were made with.
+
+    Returns:
+        A line for every entry that differs; none without checkpoints.
 
     Raises:
-        ValueError: if the folder holds a checkpoint and an entry that decides the batches differs.
+        ValueError: if an entry differs that decides the batches, or the stored file is damaged.
     """
     path = folder / "config.json"
-    if path.exists() and any((folder / "checkpoints").glob("[0-9]*")):
-        before, now = _batch_keys(json.loads(path.read_text())), _batch_keys(config)
-        for name, value in now.items():
-            if value != before[name]:
-                raise ValueError(
-                    f"config.{name}={value!r} differs from the {before[name]!r} that {folder} was "
-                    "started with, so its position in the data has no meaning; use another workdir"
-                )
-    path.write_text(json.dumps(config, indent=1) + "\n")
+    if not path.exists() or Checkpoints(folder / "checkpoints").latest_step() is None:
+        return []
+    stored = read_configuration(folder)
+    before, now = _batch_keys(stored), _batch_keys(config)
+    for name, value in now.items():
+        if value != before[name]:
+            raise ValueError(
+                f"config.{name}={value!r} differs from the {before[name]!r} that {folder} was "
+                "started with, so its position in the data has no meaning; use another workdir"
+            )
+    file, copy = Path(now["data.tokenizer"]).expanduser(), folder / "tokenizer.json"
+    if file.is_file() and copy.exists() and file.read_bytes() != copy.read_bytes():
+        raise ValueError(f"config.data.tokenizer={str(file)!r} is no longer the same as {copy}")
+    was, entries = _entries(stored), _entries(json.loads(json.dumps(config)))
+    names = [name for name in {**was, **entries} if was.get(name) != entries.get(name)]
+    return [f"config.{name}: {was.get(name)!r} -> {entries.get(name)!r}" for name in names]
+
+
+def read_configuration(folder: Path) -> dict[str, Any]:
+    """What `write_configuration` wrote.
+
+    Raises:
+        ValueError: if it is missing or damaged.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return config
+
+
+def write_configuration(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes `config.json`, the configuration of the steps taken from now on, and its tokenizer.
+
+    The folder keeps a copy of the tokenizer's file, which may be elsewhere, or gone, later on.
+    """
+    tokenizer = from_mapping(DataConfig, config.get("data", {}), "data").tokenizer
+    if tokenizer:
+        _write(folder / "tokenizer.json", Path(tokenizer).expanduser().read_bytes())
+    _write(folder / "config.json", (json.dumps(config, indent=1) + "\n").encode())
+
+
+def find_tokenizer(folder: Path, tokenizer: str) -> Tokenizer:
+    """The tokenizer that a run names `tokenizer`, from the folder's copy if there is one.
+
+    Raises:
+        ValueError: as `load_tokenizer`.
+    """
+    copy = folder / "tokenizer.json"
+    return load_tokenizer(str(copy) if tokenizer and copy.exists() else tokenizer)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def _entries(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        inner = _entries(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
+        found |= inner or {f"{prefix}{name}": value}
+    return found
 
 
 def _batch_keys(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Equal for two tokenizers only if they encode every text alike."""
 
-    def encode(self, text: bytes) -> Int32[np.ndarray, " tokens"]:
-        """Ids of a UTF-8 text, without BOS and EOS."""
+    def encode(self, text: str | bytes) -> Int32[np.ndarray, " tokens"]:
+        """Ids of a text, or of its bytes in UTF-8, without BOS and EOS."""
 
     def decode(self, ids: Any) -> str:
         """Text of a sequence or array of ids; specials are dropped."""
@@ -72,8 +72,9 @@ class ByteTokenizer:
     vocab_size: int = dataclasses.field(default=259, init=False)
     fingerprint: str = dataclasses.field(default="bytes", init=False)
 
-    def encode(self, text: bytes) -> Int32[np.ndarray, " tokens"]:
+    def encode(self, text: str | bytes) -> Int32[np.ndarray, " tokens"]:
         """The bytes of any text, UTF-8 or not; no specials are added."""
+        text = text.encode() if isinstance(text, str) else text
         return np.frombuffer(text, np.uint8).astype(np.int32)
 
     def decode(self, ids: Any) -> str:
@@ -146,8 +147,9 @@ class _FileTokenizer:
     vocab_size: int
     fingerprint: str
 
-    def encode(self, text: bytes) -> Int32[np.ndarray, " tokens"]:
-        encoding = self.tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
+    def encode(self, text: str | bytes) -> Int32[np.ndarray, " tokens"]:
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, np.int32)
 
     def decode(self, ids: Any) -> str:

@@ -79,8 +79,12 @@ def read_record(path: epath.Path) -> dict[str, Any]:
     return sealed["record"]
 
 
-def check_match(path: epath.Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def check_match(
+    path: epath.Path, saved: dict[str, Any], wanted: dict[str, Any], *, partial: bool = False
+) -> None:
     """Compares the leaves a record describes with those a run needs.
+
+    With `partial` the record may describe others besides.
 
     Raises:
         CheckpointMismatchError: naming the first few leaves that differ.
@@ -95,7 +99,8 @@ def check_match(path: epath.Path, saved: dict[str, Any], wanted: dict[str, Any])
             differences.append(f"{name} has shape {shape}, this run needs {tuple(leaf.shape)}")
         if dtype != str(leaf.dtype):
             differences.append(f"{name} has dtype {dtype}, this run needs {leaf.dtype}")
-    differences += [f"{name} is unknown to this run" for name in saved if name not in wanted]
+    if not partial:
+        differences += [f"{name} is unknown to this run" for name in saved if name not in wanted]
     if differences:
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointMismatchError(f"checkpoint {path}: {'; '.join(differences[:3])}{more}")
@@ -104,7 +109,7 @@ def check_match(path: epath.Path, saved: dict[str, Any], wanted: dict[str, Any])
 def read_leaves(
     path: epath.Path, saved: dict[str, Any], wanted: dict[str, Any]
 ) -> dict[str, jax.Array]:
-    """Reads and verifies the leaves `wanted`, which must match the record's, `saved`.
+    """Reads and verifies the leaves `wanted`, which must match the record's, and no others.
 
     Args:
         path: the checkpoint.
@@ -120,9 +125,11 @@ def read_leaves(
     stored = {name: leaf for name, leaf in wanted.items() if leaf.size}
     restore_args = {name: _restore_args(leaf) for name, leaf in stored.items()}
     try:
-        arrays = ocp.PyTreeCheckpointHandler().restore(
-            path / "state", args=ocp.args.PyTreeRestore(restore_args=restore_args)
-        )
+        part: dict[str, Any] = {}
+        if wanted.keys() != saved.keys():
+            part = {"item": dict.fromkeys(stored, 0), "partial_restore": True}
+        restore = ocp.args.PyTreeRestore(restore_args=restore_args, **part)
+        arrays = ocp.PyTreeCheckpointHandler().restore(path / "state", args=restore)
         for name in stored:
             if saved[name]["digest"] not in (None, _digest(arrays[name])):
                 raise ValueError(f"{name} does not match its digest")

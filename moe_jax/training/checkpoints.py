@@ -82,6 +82,11 @@ class Checkpoints:
         self._unreadable: tuple[int, ...] = ()
         _quieten_orbax()
 
+    @property
+    def best_metric(self) -> str:
+        """Name of the metric that decides which checkpoint is best."""
+        return self._policy.metric
+
     def __enter__(self) -> "Checkpoints":
         return self
 
@@ -95,6 +100,12 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """Newest step saved or being saved; those that `restore` found unreadable do not count."""
         return max(set(self._steps()) - set(self._unreadable), default=None)
+
+    def best_step(self) -> int | None:
+        """Step of the lowest `best_metric`, the newest of equal ones; None if none records it."""
+        steps = self._steps()
+        self._note_recorded(steps)
+        return self._policy.best(steps)
 
     def save(
         self,
@@ -156,38 +167,54 @@ class Checkpoints:
                 self._manager.close()
                 self._manager = None
 
-    def restore(self, abstract_state: PyTree) -> Restored | None:
-        """Restores the newest checkpoint that reads back as it was written.
+    def restore(
+        self, abstract_state: PyTree, *, step: int | None = None, partial: bool = False
+    ) -> Restored | None:
+        """Restores the newest checkpoint that reads back as it was written, or that of `step`.
 
-        One with missing, cut or altered files is passed over with a warning. Digests cover every
-        leaf that one process saw whole when it was saved; shards of leaves that no process sees
-        whole have only tensorstore's checks.
+        Of the newest ones, those with missing, cut or altered files are passed over with a warning.
+        Digests cover every leaf that one process saw whole when it was saved; shards of leaves that
+        no process sees whole have only tensorstore's checks.
 
         Args:
             abstract_state: pytree of `jax.ShapeDtypeStruct`, or of anything with shape, dtype and
                 perhaps sharding. Leaves without sharding come back uncommitted, on the default
                 device.
+            step: the checkpoint to take, and no other.
+            partial: leave unread what `abstract_state` lacks, such as the optimiser's state. Leaves
+                go by their names: {"params": ...} takes the parameters of a `TrainState`.
 
         Returns:
             None if the directory holds no checkpoint.
 
         Raises:
+            ValueError: if there are checkpoints, but none of `step`.
             CheckpointMismatchError: if the newest readable one holds another pytree.
-            CheckpointCorruptError: if there are checkpoints and none is readable.
+            CheckpointCorruptError: if none of those that may be taken is readable.
             CheckpointSaveError: if a save under way failed.
         """
         self.wait()
+        steps = sorted(self._steps(), reverse=True)
+        if step is not None and steps:
+            if step not in steps:
+                raise ValueError(
+                    f"step={step} is not among the checkpoints in {self._directory}: "
+                    f"{', '.join(map(str, steps[::-1]))}"
+                )
+            steps = [step]
         with checkpoint_files.no_stray_reads():
-            return self._newest_readable(abstract_state)
+            return self._first_readable(steps, abstract_state, partial)
 
-    def _newest_readable(self, abstract_state: PyTree) -> Restored | None:
+    def _first_readable(
+        self, steps: Sequence[int], abstract_state: PyTree, partial: bool
+    ) -> Restored | None:
         wanted = checkpoint_files.named_leaves(abstract_state)
         reasons: dict[int, str] = {}
-        for step in sorted(self._steps(), reverse=True):
+        for step in steps:
             path = self.path(step)
             try:
                 record = checkpoint_files.read_record(path)
-                checkpoint_files.check_match(path, record["leaves"], wanted)
+                checkpoint_files.check_match(path, record["leaves"], wanted, partial=partial)
                 leaves = checkpoint_files.read_leaves(path, record["leaves"], wanted)
             except CheckpointMismatchError:
                 raise
@@ -201,6 +228,10 @@ class Checkpoints:
             return Restored(step, state, record["data_state"])
         if reasons:
             listed = "; ".join(f"step {step}: {reason}" for step, reason in reasons.items())
+            if len(reasons) < len(self._steps()):
+                raise CheckpointCorruptError(
+                    f"a checkpoint in {self._directory} cannot be read, others may be ({listed})"
+                )
             raise CheckpointCorruptError(
                 f"no checkpoint in {self._directory} can be read, move it away to start afresh"
                 f" ({listed})"
@@ -215,8 +246,7 @@ class Checkpoints:
 
     def _open_for_writing(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            for step in self._steps():
-                self._policy.note(step, _recorded_metrics(self.path(step)))
+            self._note_recorded(self._steps())
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=self._policy,
                 cleanup_tmp_directories=True,
@@ -226,6 +256,12 @@ class Checkpoints:
             )
             self._manager = ocp.CheckpointManager(self._directory, options=options)
         return self._manager
+
+    def _note_recorded(self, steps: Sequence[int]) -> None:
+        """Reads the scores of earlier processes; those of this one may still be in the writing."""
+        for step in steps:
+            if not self._policy.knows(step):
+                self._policy.note(step, _recorded_metrics(self.path(step)))
 
     def _failed_save(self, error: Exception) -> CheckpointSaveError:
         step, self._saving = self._saving, None
@@ -245,21 +281,29 @@ class _NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
     def __init__(self, keep: int, keep_best: int, metric: str) -> None:
         self._keep = keep
         self._keep_best = keep_best
-        self._metric = metric
+        self.metric = metric
         self._scores: dict[int, float] = {}
 
     def note(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         self._scores[step] = math.inf
-        if metrics is not None and math.isfinite(metrics.get(self._metric, math.inf)):
-            self._scores[step] = float(metrics[self._metric])
+        if metrics is not None and math.isfinite(metrics.get(self.metric, math.inf)):
+            self._scores[step] = float(metrics[self.metric])
+
+    def knows(self, step: int) -> bool:
+        return step in self._scores
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         steps = sorted(checkpoint.step for checkpoint in checkpoints)
-        scored = [step for step in steps if self._scores[step] < math.inf]
-        best = sorted(scored, key=lambda step: (self._scores[step], -step))[: self._keep_best]
-        kept = {*steps[-self._keep :], *best}
+        kept = {*steps[-self._keep :], *self._by_score(steps)[: self._keep_best]}
         return [checkpoint.step in kept for checkpoint in checkpoints]
+
+    def best(self, steps: Sequence[int]) -> int | None:
+        return next(iter(self._by_score(steps)), None)
+
+    def _by_score(self, steps: Sequence[int]) -> list[int]:
+        scored = [step for step in steps if self._scores[step] < math.inf]
+        return sorted(scored, key=lambda step: (self._scores[step], -step))
 
 
 def _recorded_metrics(path: epath.Path) -> dict[str, float] | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ def from_mapping(cls: type[T], fields: Mapping[str, Any], section: str) -> T:
 
     Raises:
         ValueError: if a field is unknown or missing, or its value is of another type than the
-            field's (an int serves as a float) or not accepted.
+            field's (an int serves as a float, a list as a tuple) or not accepted.
     """
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     check_known(fields, known, section)
@@ -29,8 +29,15 @@ def from_mapping(cls: type[T], fields: Mapping[str, Any], section: str) -> T:
     types = get_type_hints(cls)
     for name, value in fields.items():
         _check_type(f"config.{section}.{name}", value, types[name])
+    values = {
+        # JSON has no tuples.
+        name: tuple(value)
+        if isinstance(value, list) and get_origin(types[name]) is tuple
+        else value
+        for name, value in fields.items()
+    }
     try:
-        return cls(**dict(fields.items()))
+        return cls(**values)
     except (ValueError, TypeError) as error:
         raise ValueError(f"config.{section}: {error}") from error
 

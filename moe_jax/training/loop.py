@@ -99,15 +99,15 @@ def train(
 
     Records of kind `train` hold the mean of every metric over the applied steps since the last
     record, and the `seconds` all steps took, without evaluations and saving. Records of kind `eval`
-    hold what `evaluate(params)` returns; a checkpoint saved at an evaluated step carries those
+    hold what `evaluate(state)` returns; a checkpoint saved at an evaluated step carries those
     figures. A step that was skipped has a record of kind `skipped`. On a signal the state is saved
-    at once.
+    at once. Each evaluation is shown in a line with the best so far, earlier processes' included.
 
     Args:
         state: donated.
         batches: at the position that belongs to `state`.
         train_step: see `make_train_step`.
-        evaluate: scores the parameters on held-out data.
+        evaluate: scores the state on held-out data.
         config: lengths and intervals.
         checkpoints: where the state is saved.
         writer: takes the records.
@@ -123,6 +123,8 @@ def train(
             checkpoint are finite and named in the message.
     """
     step = int(state.step)
+    if step < config.num_steps:
+        progress.print("compiling the training step")
     window = _Window(per_step)
     while step < config.num_steps and interrupts.requested is None:
         state, metrics = train_step(state, next(batches))
@@ -141,6 +143,8 @@ def train(
             with window.paused():
                 evaluation = evaluate(state)
             writer.write(step, "eval", evaluation)
+            best = writer.lowest("eval", checkpoints.best_metric)
+            progress.print(_evaluation_line(step, evaluation, best))
         if step % config.checkpoint_every == 0 or last:
             with window.paused():
                 checkpoints.save(step, state, batches.get_state(), evaluation)
@@ -148,6 +152,15 @@ def train(
         checkpoints.save(step, state, batches.get_state())
     checkpoints.wait()
     return state, interrupts.requested
+
+
+def _evaluation_line(
+    step: int, evaluation: Mapping[str, float], best: tuple[int, float] | None
+) -> str:
+    scores = [f"{name.replace('_', ' ')} {score:.4f}" for name, score in evaluation.items()]
+    if best is not None:
+        scores.append(f"best {best[1]:.4f} at step {best[0]}")
+    return f"step {step}, held out: {', '.join(scores)}"
 
 
 class _Window:

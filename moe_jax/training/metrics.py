@@ -90,6 +90,23 @@ class MetricWriter:
         values = [Summary.Value(tag=tag, simple_value=number) for tag, number in curves.items()]
         self._events.file_writer.add_summary(Summary(value=values), step)
 
+    def lowest(self, kind: str, name: str) -> tuple[int, float] | None:
+        """Step and value of the lowest finite scalar metric of a kind, of equal ones the newest.
+
+        Records of earlier processes count. None if there is none, or on a process but the first.
+        """
+        if self._lines is None:
+            return None
+        found = [
+            (record[name], -record["step"])
+            for record in read_metrics(self._lines.name)
+            if record["kind"] == kind and math.isfinite(record.get(name, math.nan))
+        ]
+        if not found:
+            return None
+        value, step = min(found)
+        return -step, value
+
     def close(self) -> None:
         """Writes out everything and closes the files."""
         if self._lines is not None:

@@ -58,7 +58,7 @@ class OptimizerConfig:
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Learning rate as a function of the step, from 0 to num_steps."""
+    """Learning rate as a function of the applied steps, from 0 to num_steps."""
     warmup = min(config.warmup_steps, num_steps)
     rise = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
     rest = max(num_steps - warmup, 1)

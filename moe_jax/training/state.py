@@ -1,5 +1,7 @@
 """What a training run carries from step to step."""
 
+from collections.abc import Mapping
+
 import chex
 import jax.numpy as jnp
 import optax
@@ -33,6 +35,12 @@ class TrainState:
 def variables_of(state: TrainState) -> dict[str, PyTree]:
     """What a Flax module's `apply` takes: the parameters and the model state."""
     return {"params": state.params, **state.model_state}
+
+
+def split_variables(variables: Mapping[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+    """The parameters and the model state of what a Flax module's `init` gives."""
+    model_state = dict(variables)
+    return model_state.pop("params"), model_state
 
 
 def init_state(

@@ -36,8 +36,10 @@ def make_train_step(
     however many parts it has. None leaves it as it is.
 
     A step whose loss or gradient is not finite leaves parameters, model state and optimiser as they
-    were; it is counted in `skipped` and `skipped_in_row`. The metrics gain `loss`,
-    `gradient_norm`, `update_applied` and both counters.
+    were; it is counted in `skipped` and `skipped_in_row`. The optimiser's own count, which its
+    schedule and bias correction go by, is of applied steps: with s steps skipped the schedule ends
+    s steps before its end. The metrics gain `loss`, `gradient_norm`, `update_applied` and both
+    counters.
 
     Raises:
         ValueError: at trace time, if the batch does not divide into `accumulate` parts.

@@ -178,9 +178,7 @@ def kept_assignments(layer, logits, experts, mask):
             for token, place in queue
         }
         queue.sort(key=lambda pair: (-weight[pair], pair))
-    capacity = expert_capacity(
-        TOKENS, layer.num_selected, layer.num_experts, layer.capacity_factor
-    )
+    capacity = expert_capacity(TOKENS, layer.num_selected, layer.num_experts, layer.capacity_factor)
     kept, used = set(), [0] * layer.num_experts
     for token, place in queue:
         expert = experts[token][place]

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from moe_jax.core import grouped_matmul
-from moe_jax.core.grouped_matmul import BLOCK_ROWS, IMPLEMENTATIONS
+from moe_jax.core.grouped_matmul import IMPLEMENTATIONS
+
+BLOCK_ROWS = 256
 
 INNER, OUTER = 3, 5
 ROWS_AND_GROUPS = ((0, 4), (1, 1), (7, 4), (2 * BLOCK_ROWS + 3, 4))

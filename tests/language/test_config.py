@@ -1,6 +1,7 @@
 import dataclasses
 import re
 
+import jax.numpy as jnp
 import jaxtyping
 import pytest
 
@@ -54,8 +55,21 @@ def test_pattern_given_as_a_list_leaves_the_config_hashable():
 
 
 def test_a_layer_kind_that_does_not_occur_needs_no_sizes():
-    assert DENSE.num_experts == 0
-    assert dataclasses.replace(MIXED, layer_pattern=("sparse",), hidden_dim=0).hidden_dim == 0
+    assert dataclasses.replace(DENSE, num_experts=0, num_selected=0).num_experts == 0
+    assert dataclasses.replace(MIXED, layer_pattern=("sparse",), hidden_dim=-1).hidden_dim == -1
+
+
+def test_sizes_that_are_left_out_have_defaults_that_fit():
+    config = LanguageModelConfig(
+        vocab_size=32, model_dim=16, num_layers=1, num_heads=2, num_kv_heads=1
+    )
+    assert (config.hidden_dim, config.expert_hidden_dim) == (64, 32)
+
+
+def test_dtype_may_be_a_type():
+    named = dataclasses.replace(DENSE, dtype="bfloat16")
+    for dtype in (jnp.bfloat16, jnp.dtype("bfloat16")):
+        assert dataclasses.replace(DENSE, dtype=dtype) == named
 
 
 @pytest.mark.parametrize(
@@ -71,8 +85,8 @@ def test_a_layer_kind_that_does_not_occur_needs_no_sizes():
         ({"num_selected": 0}, "num_selected=0 must be an integer of at least 1"),
         ({"num_selected": True}, "num_selected=True must be an integer of at least 1"),
         ({"num_experts": 0}, "num_experts=0 must be an integer of at least 1"),
-        ({"expert_hidden_dim": 0}, "expert_hidden_dim=0 must be an integer of at least 1"),
-        ({"hidden_dim": 0}, "hidden_dim=0 must be an integer of at least 1"),
+        ({"expert_hidden_dim": -1}, "expert_hidden_dim=-1 must be an integer of at least 1"),
+        ({"hidden_dim": -1}, "hidden_dim=-1 must be an integer of at least 1"),
         ({"num_shared_experts": -1}, "num_shared_experts=-1 must be an integer of at least 0"),
         ({"num_shared_experts": True}, "num_shared_experts=True must be an integer of at least 0"),
         ({"layer_pattern": ()}, "layer_pattern=() must name at least one layer"),
@@ -100,6 +114,8 @@ def test_a_layer_kind_that_does_not_occur_needs_no_sizes():
         ({"expert_dropout": 1.0}, "expert_dropout=1.0 is not in [0, 1)"),
         ({"remat": "all"}, "remat='all' is not one of ('none', 'dots', 'full')"),
         ({"dtype": "float16"}, "dtype='float16' is not one of ('float32', 'bfloat16')"),
+        ({"dtype": jnp.int32}, "dtype='int32' is not one of ('float32', 'bfloat16')"),
+        ({"dtype": "half a float"}, "dtype='half a float' is not one of"),
     ],
 )
 def test_impossible_shape_is_named(fields, message):

@@ -409,3 +409,9 @@ def test_every_text_is_kept_once_or_counted(tmp_path_factory, contents, fraction
     assert sorted(texts_of(corpus.train) + texts_of(corpus.held_out)) == sorted(kept)
     left_out = sum(skipped.total for skipped in corpus.report.skipped.values())
     assert len(kept) + left_out + corpus.report.num_duplicates == len(contents)
+
+
+def test_jsonl_without_the_text_key_says_which_setting_names_it(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "a"}')
+    with pytest.raises(ValueError, match="line 1: .* string 'text'; text_key names the field"):
+        load(tmp_path / "*.jsonl")

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -11,10 +12,12 @@ import sys
 import warnings
 from pathlib import Path
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from moe_jax.language import load_language_model
 from moe_jax.language.main import train_language_model
 from moe_jax.training.metrics import read_metrics
 
@@ -168,16 +171,40 @@ def test_run_leaves_metrics_figures_evaluation_and_a_sample(finished):
     total = sum(document["bits"] for document in evaluation["documents"])
     num_bytes = sum(document["bytes"] for document in evaluation["documents"])
     assert evaluation["bits_per_byte"] == pytest.approx(total / num_bytes)
+    assert evaluation["step"] == NUM_STEPS
     for name in ("loss.png", "expert_load.png"):
         assert (workdir / "figures" / name).read_bytes().startswith(b"\x89PNG")
     assert list(workdir.glob("**/events.out.tfevents.*"))
-    assert "sample at temperature" in process.stdout
-    assert "bits per byte" in process.stdout
+    assert "sample at step 24, temperature 0.7" in process.stdout
+    assert "step 24, held out: " in process.stdout
+
+
+def test_log_tells_of_compilation_and_each_evaluation(finished):
+    _, process = finished
+    assert sum("compiling" in line for line in process.stderr.splitlines()) == 1
+    lines = [line for line in process.stderr.splitlines() if "held out: bits per byte" in line]
+    assert [line.split(",")[0] for line in lines] == ["step 8", "step 16", "step 24"]
+    best = min(
+        (record["bits_per_byte"], record["step"])
+        for record in read_metrics(finished[0] / "metrics.jsonl")
+        if record["kind"] == "eval"
+    )
+    assert lines[-1].endswith(f"best {best[0]:.4f} at step {best[1]}")
+
+
+def test_finished_model_is_loaded_back(finished):
+    loaded = load_language_model(finished[0])
+    assert (loaded.step, loaded.sequence_length) == (NUM_STEPS, 32)
+    arrays = final_arrays(finished[0])
+    for path, leaf in jax.tree.leaves_with_path(loaded.variables["params"]):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        np.testing.assert_array_equal(leaf, arrays[f"params/{name}"], err_msg=name)
 
 
 def test_one_log_line_says_devices_mesh_parameters_and_corpus(finished):
     _, process = finished
     (line,) = [line for line in process.stderr.splitlines() if "devices" in line]
+    assert re.match(r"\d\d:\d\d:\d\d devices 1 x cpu", line)
     assert "mesh" in line and "parameters" in line and "active" in line
     assert "13 files" in line and "1 not UTF-8" in line
 
@@ -216,8 +243,15 @@ def test_signal_saves_says_how_to_resume_and_loses_nothing(
     assert "same command" in stopped.stdout
     assert "Traceback" not in stopped.stderr
     assert (tmp_path / "checkpoints" / "11").is_dir()
-    resumed = run_program(corpus, tmp_path)
+    assert not (tmp_path / "evaluation.json").exists()
+    assert (tmp_path / "figures" / "loss.png").exists()
+    resumed = run_program(corpus, tmp_path, sample__num_tokens=4)
     assert resumed.returncode == 0, resumed.stderr
+    assert "resuming at step 11 with another configuration than before:\n" in resumed.stdout
+    assert "\n  config.sample.num_tokens: 5 -> 4\n" in resumed.stdout
+    assert resumed.stdout.count("config.") == 1
+    assert json.loads((tmp_path / "config.json").read_text())["sample"]["num_tokens"] == 4
+    assert json.loads((tmp_path / "evaluation.json").read_text())["step"] == NUM_STEPS
     assert_identical(final_arrays(finished[0]), final_arrays(tmp_path))
 
 
@@ -258,6 +292,29 @@ def make_config(corpus, **overrides):
     return config.to_dict()
 
 
+def artifacts(workdir):
+    """What a run leaves besides checkpoints and events, byte for byte."""
+    paths = [*workdir.glob("*.json*"), *workdir.glob("figures/*")]
+    return {str(path.relative_to(workdir)): path.read_bytes() for path in paths}
+
+
+def test_finished_run_keeps_its_configuration_and_evaluates_again(corpus, finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run")
+    process = run_program(corpus, tmp_path / "run", optimizer__learning_rate=1.0)
+    assert process.returncode == 0, process.stderr
+    assert "config.optimizer.learning_rate: 0.006 -> 1.0" in process.stdout
+    assert "no steps are left" in process.stdout
+    assert artifacts(tmp_path / "run") == artifacts(finished[0])
+
+
+def test_run_that_goes_on_removes_what_describes_an_earlier_step(corpus, finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run")
+    process = run_program(corpus, tmp_path / "run", plan="kill=25", train__num_steps=32)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert artifacts(tmp_path / "run").keys() == {"config.json", "metrics.jsonl"}
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["num_steps"] == 32
+
+
 def assert_refused(message, corpus, workdir, **overrides):
     """The program ends before its first step, with one line that matches."""
     with pytest.raises(ValueError, match=message) as error:
@@ -294,13 +351,16 @@ def test_workdir_that_cannot_be_written_is_refused(corpus, tmp_path):
 def test_checkpoint_of_another_shape_names_the_leaf_and_both_shapes(corpus, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     message = r"checkpoints/24: .*experts/down has shape \(2, 4, 16, 16\), .* \(2, 8, 16, 16\)"
-    assert_refused(message, corpus, tmp_path / "run", model__num_experts=8)
+    changes = {"model__num_experts": 8, "train__num_steps": 99}
+    assert_refused(message, corpus, tmp_path / "run", **changes)
+    assert artifacts(tmp_path / "run") == artifacts(finished[0])
 
 
 def test_resuming_on_other_batches_is_refused(corpus, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     message = "config.data.batch_size=8 differs from the 4"
-    assert_refused(message, corpus, tmp_path / "run", data__batch_size=8)
+    assert_refused(message, corpus, tmp_path / "run", data__batch_size=8, train__num_steps=99)
+    assert artifacts(tmp_path / "run") == artifacts(finished[0])
 
 
 def test_corrupt_newest_checkpoint_falls_back_to_the_one_before(corpus, finished, tmp_path):
@@ -319,14 +379,26 @@ def test_corrupt_newest_checkpoint_falls_back_to_the_one_before(corpus, finished
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (["--config.model.num_expert=4"], ["num_expert"]),
+        (
+            ["--config.model.num_expert=4"],
+            ['configuration key: Did you mean "num_experts" instead of "num_expert"?'],
+        ),
+        (["--config.zzz.num_experts=4"], ["configuration key: 'zzz'"]),
         (["--config.model.num_experts=many"], ["num_experts", "many"]),
         (["--config.model.num_selected=9"], ["num_selected=9 exceeds num_experts=4"]),
         (["--config=configs/language/absent.py"], ["absent.py"]),
         (["--workdir=/proc/run"], ["workdir=/proc/run"]),
         (["extra"], ["extra"]),
     ],
-    ids=["unknown key", "wrong type", "bad value", "no such file", "workdir", "stray argument"],
+    ids=[
+        "misspelt key",
+        "unknown key",
+        "wrong type",
+        "bad value",
+        "no such file",
+        "workdir",
+        "stray argument",
+    ],
 )
 def test_program_ends_with_one_line_and_a_failing_status(corpus, tmp_path, arguments, fragments):
     process = run_program(corpus, tmp_path, *arguments)
@@ -334,5 +406,29 @@ def test_program_ends_with_one_line_and_a_failing_status(corpus, tmp_path, argum
     assert "Traceback" not in process.stderr, process.stderr
     errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, process.stderr
+    assert process.stderr.splitlines()[-1] == errors[0]
     for fragment in fragments:
         assert fragment in errors[0], errors[0]
+
+
+def test_interrupt_during_the_imports_is_quiet(tmp_path):
+    (tmp_path / "optax").mkdir()
+    interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    (tmp_path / "optax" / "__init__.py").write_text(interrupt)
+    process = subprocess.run(
+        [sys.executable, "-m", "moe_jax.language.main"],
+        cwd=ROOT,
+        env=os.environ | CHILD_ENVIRONMENT | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (process.returncode, process.stderr) == (130, "")
+
+
+def test_importing_the_library_leaves_interrupts_alone():
+    show = "import signal, moe_jax.language; print(signal.getsignal(signal.SIGINT).__name__)"
+    process = subprocess.run(
+        [sys.executable, "-c", show], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert process.stdout == "default_int_handler\n", process.stderr

@@ -5,6 +5,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -340,3 +341,22 @@ def test_gradient_reaches_every_parameter():
     _, gradient = loss_gradient(MIXED)(random_params(MIXED))
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.all(np.isfinite(leaf)) and np.any(leaf), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((TOKENS[0],), r"tokens \(12,\) of type int32: expected ids \[batch, length\]"),
+        ((TOKENS.astype(np.float32),), r"tokens \(2, 12\) of type float32: expected ids"),
+        ((TOKENS[:, :0],), r"tokens \(2, 0\) of type int32: expected ids"),
+        ((TOKENS, DOCUMENTS[:1]), r"segment_ids \(1, 12\) does not fit tokens \(2, 12\)"),
+        ((TOKENS, DOCUMENTS, POSITIONS[0]), r"positions \(12,\) does not fit tokens \(2, 12\)"),
+    ],
+)
+def test_input_that_does_not_fit_is_named(arguments, message):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(LanguageModel(DENSE).init, jax.random.key(0), *arguments)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

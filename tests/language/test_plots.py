@@ -1,5 +1,6 @@
 import math
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
@@ -141,3 +142,28 @@ def test_long_runs_are_drawn_as_means_over_neighbouring_records(tmp_path, monkey
     every = np.array([record["load"][0] for record in records[::2]]).T * 2
     expected = every.reshape(2, MAX_RECORDS, 2).mean(axis=2)
     np.testing.assert_allclose(np.asarray(load).reshape(2, MAX_RECORDS), expected)
+
+
+def test_noisy_training_is_drawn_as_window_means_over_the_pale_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    records = [
+        {"step": step, "kind": "train", "bits_per_byte": 2.0 + step % 2} for step in range(1, 201)
+    ]
+    plot_loss(records, tmp_path / "loss.png")
+    raw, means = plt.gcf().axes[0].lines
+    monkeypatch.undo()
+    plt.close("all")
+    assert len(raw.get_xdata()) == 200 and raw.get_alpha() < 0.5 and means.get_label() == "training"
+    # 40 windows of 5 steps: 1 to 5, of which three are odd, then 6 to 10, of which two are.
+    np.testing.assert_allclose(means.get_xdata(), np.arange(3, 201, 5))
+    np.testing.assert_allclose(means.get_ydata(), np.tile([2.6, 2.4], 20))
+
+
+@pytest.mark.parametrize("draw", [plot_loss, plot_expert_load])
+def test_figures_say_their_step(draw, tmp_path, monkeypatch):
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    draw(run_records(num_steps=30), tmp_path / "figure.png")
+    texts = [text.get_text() for text in plt.gcf().findobj(matplotlib.text.Text)]
+    monkeypatch.undo()
+    plt.close("all")
+    assert "at step 30" in texts

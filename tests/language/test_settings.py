@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.language.settings import keep_configuration, model_config, read_settings
+from moe_jax.language.settings import (
+    check_configuration,
+    model_config,
+    read_settings,
+    write_configuration,
+)
 from moe_jax.language.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,19 +101,48 @@ def test_batches_may_not_change_once_there_is_a_checkpoint(tmp_path, section, ke
         after[section][key] = value
     else:
         after[section] = value
-    keep_configuration(tmp_path, before)
-    keep_configuration(tmp_path, after)
-    keep_configuration(tmp_path, before)
+    write_configuration(tmp_path, before)
+    assert check_configuration(tmp_path, after) == []
     (tmp_path / "checkpoints" / "10").mkdir(parents=True)
-    keep_configuration(tmp_path, before)
+    assert check_configuration(tmp_path, before) == []
     name = f"config.{section}.{key}" if key else "config.seed"
     with pytest.raises(ValueError, match=f"{name}={value!r} differs from the ".replace("*", ".")):
-        keep_configuration(tmp_path, after)
+        check_configuration(tmp_path, after)
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
 def test_lengths_of_the_run_may_change_after_a_checkpoint(tmp_path):
-    keep_configuration(tmp_path, make_config())
+    write_configuration(tmp_path, make_config(train__num_steps=8))
     (tmp_path / "checkpoints" / "10").mkdir(parents=True)
-    keep_configuration(tmp_path, make_config(train__num_steps=9, data__eval_tokens=5))
-    assert json.loads((tmp_path / "config.json").read_text())["train"]["num_steps"] == 9
+    changed = make_config(train__num_steps=9, data__eval_tokens=5)
+    lines = check_configuration(tmp_path, changed)
+    assert "config.train.num_steps: 8 -> 9" in lines and len(lines) == 2
+    assert json.loads((tmp_path / "config.json").read_text())["train"]["num_steps"] == 8
+    write_configuration(tmp_path, changed)
+    assert check_configuration(tmp_path, changed) == []
+
+
+def test_configuration_of_a_run_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json is damaged: "):
+        check_configuration(tmp_path, make_config())
+
+
+def test_what_a_killed_first_save_leaves_is_no_checkpoint(tmp_path):
+    write_configuration(tmp_path, make_config())
+    (tmp_path / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert check_configuration(tmp_path, make_config(data__batch_size=8)) == []
+
+
+def test_tokenizer_is_kept_with_the_run_and_may_not_change(tmp_path):
+    file, folder = tmp_path / "tokenizer.json", tmp_path / "run"
+    file.write_text("one")
+    config = make_config(data__tokenizer=str(file))
+    (folder / "checkpoints" / "10").mkdir(parents=True)
+    write_configuration(folder, config)
+    assert (folder / "tokenizer.json").read_text() == "one"
+    assert check_configuration(folder, config) == []
+    file.write_text("two")
+    with pytest.raises(ValueError, match=f"config.data.tokenizer='{file}' is no longer the same"):
+        check_configuration(folder, config)

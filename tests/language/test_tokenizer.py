@@ -152,3 +152,9 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"moe_jax\[pretrained\]"):
         load_tokenizer(str(path))
+
+
+def test_text_and_its_bytes_have_the_same_ids(bpe):
+    for tokenizer in (ByteTokenizer(), bpe):
+        for text in ("", "def f(x)", "na\u00efve"):
+            assert tokenizer.encode(text).tolist() == tokenizer.encode(text.encode()).tolist()

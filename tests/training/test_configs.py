@@ -36,6 +36,10 @@ def test_fields_are_taken_and_the_rest_are_defaults(kind):
     assert from_mapping(Example, fields, "model") == Example(width=3, pattern=("y", "z"))
 
 
+def test_list_serves_as_a_tuple():
+    assert from_mapping(Example, {"width": 1, "pattern": ["y"]}, "model").pattern == ("y",)
+
+
 def test_int_serves_as_a_float():
     assert from_mapping(Example, {"width": 1, "rate": 2}, "model").rate == 2
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from moe_jax.training.checkpoints import Checkpoints
+from moe_jax.training.checkpoints import CheckpointMismatchError, Checkpoints
 from moe_jax.training.interrupts import Interrupts
 from moe_jax.training.loop import LoopConfig, TrainingDivergedError, restore_or_init, train
 from moe_jax.training.metrics import MetricWriter, read_metrics
@@ -57,12 +57,20 @@ def evaluate(state):
     return {"bits_per_byte": float(jnp.sum(state.params["w"]))}
 
 
-def run(folder, batches=None, config=CONFIG, step=TRAIN_STEP, interrupts=None):
+def run(
+    folder,
+    batches=None,
+    config=CONFIG,
+    step=TRAIN_STEP,
+    interrupts=None,
+    score=evaluate,
+    make_state=init,
+):
     """Trains in `folder`, from its newest checkpoint if it has one."""
     folder.mkdir(exist_ok=True)
     batches = batches or Counter()
     with Checkpoints(folder / "checkpoints", keep=config.keep) as checkpoints:
-        state = restore_or_init(checkpoints, init, batches)
+        state = restore_or_init(checkpoints, make_state, batches)
         first = int(state.step)
         with (
             MetricWriter(folder, resume_step=first or None) as writer,
@@ -72,7 +80,7 @@ def run(folder, batches=None, config=CONFIG, step=TRAIN_STEP, interrupts=None):
                 state,
                 batches,
                 step,
-                evaluate,
+                score,
                 config,
                 checkpoints=checkpoints,
                 writer=writer,
@@ -120,6 +128,53 @@ def test_resuming_from_any_checkpoint_gives_the_same_state(tmp_path):
         # A run of 7 steps ends with a record of its own at step 7.
         steps = [record["step"] for record in records(folder, "train")]
         assert [step for step in steps if step % 2 == 0] == [2, 4, 6, 8, 10]
+
+
+def with_model_state():
+    """A state whose model counts what it has seen, and a step that lets it."""
+
+    def loss(params, model_state, batch, share, key):
+        value, (metrics, _) = loss_function(params, model_state, batch, share, key)
+        return value + model_state["total"] * 0.01, (metrics, {"total": jnp.sum(batch)})
+
+    step = make_train_step(
+        loss,
+        OPTIMIZER,
+        batch_weight=lambda batch: jnp.float32(batch.shape[0]),
+        accumulate=2,
+        update_model_state=lambda model_state, totals: {
+            "total": model_state["total"] + totals["total"]
+        },
+    )
+    make_state = lambda: init_state(  # noqa: E731
+        jax.random.key(1),
+        {"w": jnp.zeros((2,), jnp.float32)},
+        OPTIMIZER,
+        {"total": jnp.zeros((), jnp.float32)},
+    )
+    return make_state, step
+
+
+def test_model_state_is_resumed_bit_for_bit(tmp_path):
+    make_state, step = with_model_state()
+    whole, _ = run(tmp_path / "whole", step=step, make_state=make_state)
+    assert whole.model_state["total"] == 2 * sum(range(10))
+    config = dataclasses.replace(CONFIG, num_steps=7)
+    run(tmp_path / "parts", config=config, step=step, make_state=make_state)
+    resumed, _ = run(tmp_path / "parts", step=step, make_state=make_state)
+    for name in ("params", "model_state", "opt_state"):
+        first, second = jax.tree.leaves(whole[name]), jax.tree.leaves(resumed[name])
+        for left, right in zip(first, second, strict=True):
+            np.testing.assert_array_equal(left, right)
+
+
+def test_checkpoint_without_the_model_state_is_refused_in_one_line(tmp_path):
+    run(tmp_path, config=dataclasses.replace(CONFIG, num_steps=1))
+    make_state, step = with_model_state()
+    with pytest.raises(CheckpointMismatchError) as error:
+        run(tmp_path, step=step, make_state=make_state)
+    assert "checkpoints/1: model_state/total is missing, this run needs it" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_finished_run_does_nothing_more(tmp_path):
@@ -179,6 +234,24 @@ def test_divergence_before_any_checkpoint_says_so(tmp_path):
     config = dataclasses.replace(CONFIG, max_skipped_in_row=1)
     with pytest.raises(TrainingDivergedError, match="step 1: .* 1 times in a row; no checkpoint"):
         run(tmp_path, Counter(bad=(0,)), config)
+
+
+def test_each_evaluation_has_a_line_with_the_best_so_far(tmp_path, capsys):
+    scores = {4: 2.5, 8: 2.0, 9: 2.5, 10: 2.25}
+
+    def lines(num_steps):
+        config = dataclasses.replace(CONFIG, num_steps=num_steps)
+        run(tmp_path, config=config, score=lambda state: {"bits_per_byte": scores[int(state.step)]})
+        shown = capsys.readouterr().err.splitlines()
+        assert sum("compiling" in line for line in shown) == 1
+        return [line for line in shown if "held out" in line]
+
+    assert lines(9) == [
+        "step 4, held out: bits per byte 2.5000, best 2.5000 at step 4",
+        "step 8, held out: bits per byte 2.0000, best 2.0000 at step 8",
+        "step 9, held out: bits per byte 2.5000, best 2.0000 at step 8",
+    ]
+    assert lines(10) == ["step 10, held out: bits per byte 2.2500, best 2.0000 at step 8"]
 
 
 @pytest.mark.parametrize("value", [0, -1, True])

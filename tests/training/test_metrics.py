@@ -212,3 +212,23 @@ def test_reader_of_events_in_this_file_agrees_with_the_writer(tmp_path):
     record.write(Event(step=5).SerializeToString())
     record.close()
     assert [event.step for event in read_events(tmp_path)] == [5]
+
+
+def test_lowest_metric_counts_earlier_processes_but_no_dropped_record(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        assert writer.lowest("eval", "error") is None
+        for step, error in ((1, 3.0), (2, 2.0), (3, float("nan")), (4, 1.0)):
+            writer.write(step, "eval", {"error": error})
+        writer.write(4, "train", {"error": 0.5})
+        writer.write(5, "eval", {"other": 0.5})
+        assert writer.lowest("eval", "error") == (4, 1.0)
+    with MetricWriter(tmp_path, resume_step=3) as writer:
+        assert writer.lowest("eval", "error") == (2, 2.0)
+        writer.write(4, "eval", {"error": 2.0})
+        assert writer.lowest("eval", "error") == (4, 2.0)
+
+
+def test_lowest_metric_is_unknown_to_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with MetricWriter(tmp_path) as writer:
+        assert writer.lowest("eval", "error") is None

@@ -47,7 +47,7 @@ train: .venv/ready
 	@$(RUN) -m moe_jax.language.main --config=configs/language/stdlib_moe.py --workdir="$(WORKDIR)" $(ARGS)
 
 test: .venv/ready-test
-	@$(RUN) -m pytest $(TESTS)
+	@$(RUN) -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile $(TESTS)
 
 lint: .venv/ready-lint
 	$(VENV_PYTHON) -m ruff check .

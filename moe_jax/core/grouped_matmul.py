@@ -77,7 +77,9 @@ def default_implementation() -> str:
     """`loop` on CPU, `pallas` on TPU, `ragged_dot` elsewhere.
 
     Decided by the device of the mesh set by `jax.set_mesh`, which may be one to compile for ahead
-    of time, else by the default device.
+    of time, else by the default device. What XLA makes of `ragged_dot` on TPU changes: libtpu
+    0.0.42 computes the gradient of `rhs` for every group at once on v5e, v5p and v6e; 0.0.52 does
+    so with all products on v5e and v6e, and with none on v5p.
     """
     return {"cpu": "loop", "tpu": "pallas"}.get(device_at_hand().platform, "ragged_dot")
 

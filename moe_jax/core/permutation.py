@@ -123,7 +123,9 @@ def _combine_backward(
         return jnp.sum(answer * gradient.astype(jnp.float32), axis=1)
 
     if row_of_assignment.shape[1] <= UNROLLED_CHOICES:
-        weight_gradient = jnp.stack([term(row) for row in row_of_assignment.T], axis=1)
+        weight_gradient = jnp.stack(
+            [term(row_of_assignment[:, k]) for k in range(row_of_assignment.shape[1])], axis=1
+        )
     else:
         weight_gradient = jax.lax.map(term, row_of_assignment.T).T
     weight_of_row = (
@@ -141,14 +143,15 @@ _combine.defvjp(_combine_forward, _combine_backward)
 def _sum_over_choices(term: Callable[..., Array], *per_choice: Array) -> Array:
     """Sum over choices k of term(column k of each array)."""
     num_choices = per_choice[0].shape[1]
-    columns = [array.T for array in per_choice]
-    total = term(*(column[0] for column in columns))
     if num_choices <= UNROLLED_CHOICES:
-        for choice in range(1, num_choices):
-            total = total + term(*(column[choice] for column in columns))
-        return total
+        terms = [term(*(array[:, k] for array in per_choice)) for k in range(num_choices)]
+        return sum(terms[1:], terms[0])
+    columns = [array.T for array in per_choice]
     return jax.lax.fori_loop(
-        1, num_choices, lambda k, total: total + term(*(column[k] for column in columns)), total
+        1,
+        num_choices,
+        lambda k, total: total + term(*(column[k] for column in columns)),
+        term(*(column[0] for column in columns)),
     )
 
 

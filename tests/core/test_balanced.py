@@ -184,7 +184,7 @@ def balance_by_bias(gate_logits, rate):
 
 
 def test_bias_moves_against_the_load_and_balances_a_skewed_gate():
-    _, (biases, loads) = balance_by_bias(random_logits(256, 8, skew=0.4), 0.002)
+    _, (biases, loads) = balance_by_bias(random_logits(256, 8, skew=0.6), 0.002)
     assert loads[0].max() * 8 > 2.0 and loads[0].min() * 8 < 0.5
     early = biases[9]
     assert early[np.argmax(loads[0])] < -0.01 and early[np.argmin(loads[0])] > 0.01

@@ -331,7 +331,7 @@ def test_nan_in_one_token_stays_there(case):
 
 
 @pytest.mark.parametrize("case", [*CASES, "soft"])
-@pytest.mark.parametrize("num_open", [0, 1, 3])
+@pytest.mark.parametrize("num_open", [0, 1])
 def test_closed_experts_get_no_token_and_no_gradient_and_spoil_nothing(case, num_open):
     layer = make_layer(case) if case in CASES else make_layer(router="soft")
     if layer.num_experts == 1 and num_open > 1:
@@ -367,19 +367,22 @@ def test_permuting_tokens_permutes_outputs(case):
 
 
 @pytest.mark.parametrize("case", [*CASES, "soft"])
-@pytest.mark.parametrize("shape", [(0,), (1,), (2, 0), (2, 1), (1, 5)])
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (1, 1)])
 def test_few_tokens_pass(case, shape):
     layer = make_layer(case) if case in CASES else make_layer(router="soft")
     x = jnp.ones((*shape, MODEL), jnp.float32)
     ids = jnp.zeros(shape, jnp.int32)
-    out, routing = layer.apply(random_variables(layer), x, token_ids=ids)
+    apply = jax.jit(layer.apply)
+    out, routing = apply(random_variables(layer), x, token_ids=ids)
     assert out.shape == x.shape and np.all(np.isfinite(out))
     assert np.isfinite(routing.load_balance_loss) and np.isfinite(routing.router_z_loss)
     assert routing.mask.shape == (math.prod(shape),)
 
 
-@pytest.mark.parametrize("gate", list(GATES))
-@pytest.mark.parametrize("router", list(ROUTERS))
+@pytest.mark.parametrize(
+    ("router", "gate"),
+    [*((router, "linear") for router in ROUTERS), *(("top_k", gate) for gate in GATES)],
+)
 def test_every_router_takes_every_gate_and_draws_only_while_training(router, gate):
     options = {} if router in ("hash", "soft") else {"gate": gate, "jitter": 0.2}
     num_selected = EXPERTS if router == "dense" else SELECTED

@@ -411,7 +411,15 @@ def test_program_ends_with_one_line_and_a_failing_status(corpus, tmp_path, argum
         assert fragment in errors[0], errors[0]
 
 
-def test_interrupt_during_the_imports_is_quiet(tmp_path):
+@pytest.fixture
+def heeded_interrupts():
+    """A session that was started in the background ignores them, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_during_the_imports_is_quiet(heeded_interrupts, tmp_path):
     (tmp_path / "optax").mkdir()
     interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
     (tmp_path / "optax" / "__init__.py").write_text(interrupt)
@@ -426,7 +434,7 @@ def test_interrupt_during_the_imports_is_quiet(tmp_path):
     assert (process.returncode, process.stderr) == (130, "")
 
 
-def test_importing_the_library_leaves_interrupts_alone():
+def test_importing_the_library_leaves_interrupts_alone(heeded_interrupts):
     show = "import signal, moe_jax.language; print(signal.getsignal(signal.SIGINT).__name__)"
     process = subprocess.run(
         [sys.executable, "-c", show], cwd=ROOT, capture_output=True, text=True, timeout=600

@@ -2,12 +2,13 @@
 
 python -m benchmarks.moe_layer --output=benchmarks/results/moe_layer.json
 
-Every round runs each contestant once, so that what else the machine does strikes all alike; printed
-are medians over rounds and, pair by pair, how many times faster our layer was in the same round.
-All compute the same layer from the same weights, which is checked. PyTorch runs in a process of its
-own with as many threads. FLOPs are those of the experts' products that are needed, 6 T K D F
-forward and three times that with backward, for everyone. Takes under 10 minutes on 2 cores; install
-the extra `bench` for the peer.
+Every round times each contestant once, so that what else the machine does strikes all alike, and
+after an untimed run, so that each finds its own data in the caches. Printed are medians over rounds
+and, pair by pair, how many times faster our layer was in the same round (quartiles). All compute
+the same layer from the same weights, which is checked. PyTorch runs in a process of its own with as
+many threads. FLOPs are those of the experts' products that are needed, 6 T K D F forward and three
+times that with backward, for everyone. Takes about 10 minutes on 2 cores; install the extra `bench`
+for the peer.
 """
 
 import importlib.util
@@ -248,7 +249,7 @@ def serve_torch(connection: Any, load: Workload, dtype: str) -> None:
     connection.send(forward(blocks["eager"])[0].float().numpy())
     while (asked := connection.recv()) is not None:
         experts, which = asked
-        connection.send(timed(lambda which: passes[which](blocks[experts]), which))
+        connection.send(timed(passes[which], blocks[experts]))
 
 
 def measure(load: Workload, dtype: str, rounds: int) -> dict[str, Any]:
@@ -285,8 +286,16 @@ def measure(load: Workload, dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def sweep(load: Workload, rounds: int, num_experts: Sequence[int]) -> dict[str, Any]:
-    """Seconds of our layer by number of experts, float32, at equal FLOPs."""
+    """Seconds of our layer by number of experts, float32, at equal FLOPs.
+
+    Beside them those of copying all weights once, which no layer that slices them can undercut.
+    """
     seconds: dict[int, dict[str, float]] = {}
+    add_one = jax.jit(lambda weights: jax.tree.map(lambda weight: weight + 1.0, weights))
+
+    def copy(weights: Any) -> None:
+        jax.block_until_ready(add_one(weights))
+
     for experts in num_experts:
         wanted = load._replace(experts=experts)
         arrays = {name: jnp.asarray(array) for name, array in make_arrays(wanted).items()}
@@ -301,14 +310,16 @@ def sweep(load: Workload, rounds: int, num_experts: Sequence[int]) -> dict[str, 
         for which in PASSES:
             values = [timed(contestant.run, which) for _ in range(rounds)]
             seconds[experts][which] = float(np.median(values))
+        values = [timed(copy, arrays) for _ in range(rounds)]
+        seconds[experts]["copy"] = float(np.median(values))
     return {"workload": load._asdict(), "seconds": seconds}
 
 
-def timed(run: Callable[[str], None], which: str) -> float:
-    """Seconds of one run, after an untimed one that finds the caches as the other left them."""
-    run(which)
+def timed(run: Callable[..., Any], *args: Any) -> float:
+    """Seconds of one run, after an untimed one that finds the caches as others left them."""
+    run(*args)
     start = time.perf_counter()
-    run(which)
+    run(*args)
     return time.perf_counter() - start
 
 
@@ -395,11 +406,14 @@ def print_sweep(result: dict[str, Any]) -> None:
     least = result["seconds"][min(result["seconds"])]
     print(f"\nfloat32, {load.tokens} tokens, hidden {load.hidden}, top {load.selected}:", end=" ")
     print("cost by number of experts, equal FLOPs\n")
-    print("| experts | rows an expert | weights MB | forward ms | x | both ms | x |")
-    print("| --- |" + " --- |" * 6)
+    print(
+        "| experts | rows an expert | weights MB | copying them ms | forward ms | x | both ms | x |"
+    )
+    print("| --- |" + " --- |" * 7)
     for experts, passes in result["seconds"].items():
         cells = [f"{experts}", f"{load.tokens * load.selected / experts:.0f}"]
         cells.append(f"{12e-6 * experts * load.model * load.hidden:.0f}")
+        cells.append(f"{1e3 * passes['copy']:.0f}")
         for which in PASSES:
             cells += [f"{1e3 * passes[which]:.0f}", f"{passes[which] / least[which]:.2f}"]
         print("| " + " | ".join(cells) + " |")

@@ -16,6 +16,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": nn.gelu,
     "relu": nn.relu,
 }
+FUSED_EQUAL_ROWS = 128
+"""From so many rows an expert on CPU, a loop takes bfloat16 forward and back faster than batched
+products do: 1.9 times at 640 rows, 1.2 at 128, 0.9 at 64."""
 
 
 class ExpertFFN(nn.Module):
@@ -91,7 +94,11 @@ class ExpertFFN(nn.Module):
         rows = rows.astype(self.dtype)
         implementation = check_implementation(self.implementation)
         drops = bool(self.dropout_rate) and not deterministic
-        if group_sizes is not None and implementation == "loop" and not drops:
+        # Batched products suit equal groups, but their derivative in bfloat16 is slow on CPU.
+        is_fused = group_sizes is not None or (
+            self.dtype == jnp.bfloat16 and num_rows >= FUSED_EQUAL_ROWS * self.num_experts
+        )
+        if implementation == "loop" and is_fused and not drops:
             return fused_experts(activate, rows, tuple(inner), down, group_sizes)
 
         def multiply(lhs: Array, weight: Array) -> Array:

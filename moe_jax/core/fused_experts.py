@@ -21,6 +21,7 @@ from moe_jax.core.row_blocks import (
     buffers,
     clear,
     columns_ahead,
+    equal_block_height,
     from_carrier,
     loop_over_blocks,
     matmul_wide,
@@ -31,6 +32,7 @@ from moe_jax.core.row_blocks import (
 from moe_jax.core.varying import vary_alike
 
 Activate = Callable[..., Array]
+Heights = tuple[int, ...] | None
 
 
 def fused_experts(
@@ -38,7 +40,7 @@ def fused_experts(
     rows: Float[Array, "rows model"],
     inner: tuple[Float[Array, "experts model hidden"], ...],
     down: Float[Array, "experts hidden model"],
-    group_sizes: Int[Array, " experts"],
+    group_sizes: Int[Array, " experts"] | None,
 ) -> Float[Array, "rows model"]:
     """Returns down[e] activate(inner[0][e] x, inner[1][e] x, ...) for each row x of each expert e.
 
@@ -47,16 +49,22 @@ def fused_experts(
         rows: sorted by expert; their type is that of the products' operands.
         inner: matrices of any float type, cast to that of `rows`.
         down: likewise.
-        group_sizes: number of rows of each expert. Rows past the sum are 0, and so are their
-            gradients; an expert without rows has gradient exactly 0.
+        group_sizes: number of rows of each expert; None for rows / experts each. Rows past the sum
+            are 0, and so are their gradients; an expert without rows has gradient exactly 0.
     """
-    rows, *inner, down, group_sizes = vary_alike(rows, *inner, down, group_sizes)
-    return _answer(activate, False, rows, tuple(inner), down, group_sizes)[0]
+    heights = None
+    if group_sizes is None:
+        size = rows.shape[0] // down.shape[0]
+        group_sizes = jnp.full(down.shape[0], size, dtype=jnp.int32)
+        heights = (equal_block_height(size),) if size else ()
+    rows, down, group_sizes, *weights = vary_alike(rows, down, group_sizes, *inner)
+    return _answer(activate, heights, False, rows, tuple(weights), down, group_sizes)[0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _answer(
     activate: Activate,
+    heights: Heights,
     is_differentiated: bool,
     rows: Array,
     inner: tuple[Array, ...],
@@ -66,40 +74,50 @@ def _answer(
     """The answers and, if a derivative is to follow, what goes into the activation."""
     # Under vmap a loop would run every block of every example and then select.
     answer = jax.custom_batching.sequential_vmap(
-        partial(_loop_forward, activate, is_differentiated)
+        partial(_loop_forward, activate, heights, is_differentiated)
     )
     return answer(rows, inner, down, group_sizes)
 
 
 def _answer_forward(
-    activate: Activate, is_differentiated: bool, *arrays: Any
+    activate: Activate, heights: Heights, is_differentiated: bool, *arrays: Any
 ) -> tuple[tuple[Array, list[Array]], tuple]:
-    out, products = _answer(activate, True, *arrays)
+    out, products = _answer(activate, heights, True, *arrays)
     return (out, products if is_differentiated else []), (*arrays, products)
 
 
 def _answer_backward(
-    activate: Activate, is_differentiated: bool, residuals: tuple, gradients: tuple
+    activate: Activate,
+    heights: Heights,
+    is_differentiated: bool,
+    residuals: tuple,
+    gradients: tuple,
 ) -> tuple:
     # The products are no result of their own: `_differentiate` accounts for them.
-    return *_differentiate(activate, *residuals, gradients[0]), None
+    return *_differentiate(activate, heights, *residuals, gradients[0]), None
 
 
 _answer.defvjp(_answer_forward, _answer_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiate(activate: Activate, *arrays: Any) -> tuple[Array, tuple[Array, ...], Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiate(
+    activate: Activate, heights: Heights, *arrays: Any
+) -> tuple[Array, tuple[Array, ...], Array]:
     """Gradients of `rows`, `inner` and `down`; last of `arrays` is that of the answers."""
-    differentiate = jax.custom_batching.sequential_vmap(partial(_loop_backward, activate))
+    differentiate = jax.custom_batching.sequential_vmap(partial(_loop_backward, activate, heights))
     return differentiate(*arrays)
 
 
-def _differentiate_forward(activate: Activate, *arrays: Any) -> tuple[tuple, tuple]:
-    return _differentiate(activate, *arrays), arrays
+def _differentiate_forward(
+    activate: Activate, heights: Heights, *arrays: Any
+) -> tuple[tuple, tuple]:
+    return _differentiate(activate, heights, *arrays), arrays
 
 
-def _differentiate_backward(activate: Activate, arrays: tuple, gradients: tuple) -> tuple:
+def _differentiate_backward(
+    activate: Activate, heights: Heights, arrays: tuple, gradients: tuple
+) -> tuple:
     rows, inner, down, group_sizes, _, gradient = arrays
 
     def first_derivative(
@@ -128,6 +146,7 @@ def _answer_in_turn(
 
 def _loop_forward(
     activate: Activate,
+    heights: Heights,
     is_differentiated: bool,
     rows: Array,
     inner: tuple[Array, ...],
@@ -153,12 +172,13 @@ def _loop_forward(
     if is_differentiated:
         shapes += [(num_rows, weight.shape[2]) for weight in inner]
     filled = buffers(shapes, dtype, group_sizes)
-    filled = loop_over_blocks(start_group, group_sizes, num_rows, filled)
+    filled = loop_over_blocks(start_group, group_sizes, num_rows, filled, heights)
     return from_carrier(filled[0], dtype), filled[1:]
 
 
 def _loop_backward(
     activate: Activate,
+    heights: Heights,
     rows: Array,
     inner: tuple[Array, ...],
     down: Array,
@@ -201,10 +221,11 @@ def _loop_backward(
                 )
                 for total, slope in zip(inner_gradients, slopes, strict=True)
             ]
-            x_gradient = sum(
+            x_gradients = [
                 matmul_wide(slope.astype(dtype), weight, transpose_rhs=True)
                 for slope, weight in zip(slopes, first, strict=True)
-            )
+            ]
+            x_gradient = sum(x_gradients[1:], x_gradients[0])
             return write(row_gradient, x_gradient, block), inner_gradients, down_gradient
 
         return differentiate_block
@@ -215,7 +236,11 @@ def _loop_backward(
     shapes = [*(weight.shape for weight in inner), down_shape]
     *inner_gradients, down_gradient = buffers(shapes, jnp.float32, group_sizes)
     row_gradient, inner_gradients, down_gradient = loop_over_blocks(
-        start_group, group_sizes, num_rows, (row_gradient, inner_gradients, down_gradient)
+        start_group,
+        group_sizes,
+        num_rows,
+        (row_gradient, inner_gradients, down_gradient),
+        heights,
     )
     if is_narrow:
         down_gradient = jnp.swapaxes(down_gradient, 1, 2)

@@ -7,7 +7,7 @@ what its neighbours hold.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -41,19 +41,26 @@ def loop_over_blocks(
     group_sizes: Int[Array, " groups"],
     num_rows: int,
     carry: Carry,
+    heights: Sequence[int] | None = None,
 ) -> Carry:
     """Calls start_group(group) for each group in order, and what it returns for each of its blocks.
 
-    Rows in excess of `num_rows` are left out of their groups. `carry` must be of the type that the
-    blocks return, see `buffers`.
+    Groups without rows are passed over, so that a few rows do not read every group's matrices. Rows
+    in excess of `num_rows` are left out of their groups. `carry` must be of the type that the
+    blocks return, see `buffers`. `heights` are by default `block_heights`; others must rise by no
+    more than a factor of 2 each.
     """
-    heights = block_heights(num_rows, group_sizes.shape[0])
+    if heights is None:
+        heights = block_heights(num_rows, group_sizes.shape[0])
     ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), num_rows)
+    sizes = jnp.diff(ends, prepend=jnp.int32(0))
+    occupied_first = jnp.argsort(sizes == 0, stable=True).astype(jnp.int32)
 
-    def visit_group(group: Array, carry: Carry) -> Carry:
+    def visit_group(index: Array, carry: Carry) -> Carry:
+        group = occupied_first[index]
         visit = start_group(group)
-        start = jnp.where(group == 0, 0, ends[jnp.maximum(group - 1, 0)])
         end = ends[group]
+        start = end - sizes[group]
 
         def blocks(height: int, count: Array, is_shared: bool, carry: Carry) -> Carry:
             def one(index: Array, carry: Carry) -> Carry:
@@ -72,11 +79,12 @@ def loop_over_blocks(
         for index, height in enumerate(heights):
             carry = blocks(height, jnp.where(choice == index, count, 0), False, carry)
         smallest = heights[0] if heights else num_rows
-        return blocks(smallest, jnp.where(choice < 0, jnp.minimum(end - start, 1), 0), True, carry)
+        return blocks(smallest, jnp.where(choice < 0, 1, 0), True, carry)
 
     if num_rows == 0:
         return carry
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(group_sizes.shape[0]), visit_group, carry)
+    num_occupied = jnp.sum(sizes > 0, dtype=jnp.int32)
+    return jax.lax.fori_loop(jnp.int32(0), num_occupied, visit_group, carry)
 
 
 def read(rows: Shaped[Array, "rows width"], block: Block) -> Shaped[Array, "height width"]:
@@ -115,7 +123,7 @@ def write(
 
 
 def buffers(
-    shapes: list[tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]],
     dtype: jax.typing.DTypeLike,
     group_sizes: Int[Array, " groups"],
 ) -> list[Array]:
@@ -184,8 +192,13 @@ def block_heights(num_rows: int, num_groups: int) -> list[int]:
     return sorted(heights)
 
 
+def equal_block_height(group_size: int) -> int:
+    """The one height needed where all groups are of one size."""
+    return -(-group_size // math.ceil(group_size / BLOCK_ROWS[-1]))
+
+
 def _choose_height(
-    heights: list[int], start: Array, end: Array, num_rows: int
+    heights: Sequence[int], start: Array, end: Array, num_rows: int
 ) -> tuple[Array, Array]:
     """Number of the height to use and how many such blocks; -1 for one shared block."""
     if not heights:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.core import ExpertFFN, FeedForward, matmul
+from moe_jax.core.experts import FUSED_EQUAL_ROWS
 
 EXPERTS, MODEL, HIDDEN = 3, 4, 5
 GROUP_SIZES = jnp.array([3, 0, 2])
@@ -15,25 +16,26 @@ TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
 
 def reference(weights, x, activation="silu"):
-    """down(activation(gate x) * (up x)) in float64."""
-    x, gate, up, down = (
-        np.asarray(array, np.float64)
-        for array in (x, weights["gate"], weights["up"], weights["down"])
-    )
-    z = x @ gate
-    if activation == "silu":
-        activated = z / (1 + np.exp(-z))
-    else:
-        activated = z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2
-    return (activated * (x @ up)) @ down
+    """down(activation(gate x) * (up x)), or down(activation(up x)) without a gate, in float64."""
+    x = np.asarray(x, np.float64)
+    weights = {name: np.asarray(leaf, np.float64) for name, leaf in weights.items()}
+    up = x @ weights["up"]
+    z = x @ weights["gate"] if "gate" in weights else up
+    activated = {
+        "silu": z / (1 + np.exp(-z)),
+        "gelu": z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
+        "relu": np.maximum(z, 0.0),
+    }[activation]
+    return (activated * up if "gate" in weights else activated) @ weights["down"]
 
 
-def random_weights(*leading, hidden=HIDDEN):
+def random_weights(*leading, hidden=HIDDEN, gated=True):
     generator = np.random.default_rng(0)
     shapes = {"gate": (MODEL, hidden), "up": (MODEL, hidden), "down": (hidden, MODEL)}
     return {
         name: jnp.asarray(generator.standard_normal(leading + shape), jnp.float32)
         for name, shape in shapes.items()
+        if gated or name != "gate"
     }
 
 
@@ -48,9 +50,9 @@ def relative_error(actual, expected):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def answers_and_gradients(layer, weights, rows):
+def answers_and_gradients(layer, weights, rows, group_sizes=GROUP_SIZES):
     def loss(weights, rows):
-        out = layer.apply({"params": weights}, rows, GROUP_SIZES)
+        out = layer.apply({"params": weights}, rows, group_sizes)
         # The rows past the sum count too, as they would under a bias.
         return jnp.sum(jnp.sin(out.astype(jnp.float32) + 1.0)), out
 
@@ -58,13 +60,22 @@ def answers_and_gradients(layer, weights, rows):
     return out, gradients
 
 
-@pytest.mark.parametrize(
-    ("activation", "dtype"),
-    [("silu", jnp.float32), ("gelu", jnp.float32), ("silu", jnp.bfloat16)],
+every_kind = pytest.mark.parametrize(
+    ("activation", "gated", "dtype"),
+    [
+        ("silu", True, jnp.float32),
+        ("gelu", True, jnp.bfloat16),
+        ("relu", False, jnp.float32),
+    ],
 )
-def test_each_group_is_answered_by_its_expert_and_the_rest_by_0(activation, dtype):
-    layer = ExpertFFN(num_experts=EXPERTS, hidden_dim=HIDDEN, activation=activation, dtype=dtype)
-    weights, rows = random_weights(EXPERTS), random_rows()
+
+
+@every_kind
+def test_each_group_is_answered_by_its_expert_and_the_rest_by_0(activation, gated, dtype):
+    layer = ExpertFFN(
+        num_experts=EXPERTS, hidden_dim=HIDDEN, activation=activation, gated=gated, dtype=dtype
+    )
+    weights, rows = random_weights(EXPERTS, gated=gated), random_rows()
     out, _ = answers_and_gradients(layer, weights, rows)
     expected = np.zeros((7, MODEL))
     for expert, group in ((0, slice(0, 3)), (2, slice(3, 5))):
@@ -73,6 +84,85 @@ def test_each_group_is_answered_by_its_expert_and_the_rest_by_0(activation, dtyp
     assert out.dtype == dtype
     assert relative_error(out, expected) < TOLERANCE[dtype]
     assert not np.any(out[5:])
+
+
+@every_kind
+def test_groups_without_sizes_are_equal(activation, gated, dtype):
+    layer = ExpertFFN(
+        num_experts=EXPERTS, hidden_dim=HIDDEN, activation=activation, gated=gated, dtype=dtype
+    )
+    weights, rows = random_weights(EXPERTS, gated=gated), random_rows(2 * EXPERTS)
+    equal = answers_and_gradients(layer, weights, rows, None)
+    sized = answers_and_gradients(layer, weights, rows, jnp.full(EXPERTS, 2))
+    assert equal[0].dtype == dtype
+    for actual, expected in zip(jax.tree.leaves(equal), jax.tree.leaves(sized), strict=True):
+        assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_implementation_gives_the_same(dtype):
+    weights, rows = random_weights(EXPERTS), random_rows()
+    first, *others = (
+        answers_and_gradients(
+            ExpertFFN(
+                num_experts=EXPERTS, hidden_dim=HIDDEN, dtype=dtype, implementation=implementation
+            ),
+            weights,
+            rows,
+        )
+        for implementation in ("loop", "dense", "ragged_dot")
+    )
+    for other in others:
+        for actual, expected in zip(jax.tree.leaves(other), jax.tree.leaves(first), strict=True):
+            assert relative_error(actual, expected) < TOLERANCE[dtype]
+
+
+def test_large_equal_groups_of_bfloat16_agree_with_sized_ones():
+    layer = ExpertFFN(num_experts=EXPERTS, hidden_dim=HIDDEN, dtype=jnp.bfloat16)
+    weights, rows = random_weights(EXPERTS), random_rows(EXPERTS * (FUSED_EQUAL_ROWS + 1))
+    equal = answers_and_gradients(layer, weights, rows, None)
+    sized = answers_and_gradients(layer, weights, rows, jnp.full(EXPERTS, FUSED_EQUAL_ROWS + 1))
+    for actual, expected in zip(jax.tree.leaves(equal), jax.tree.leaves(sized), strict=True):
+        assert relative_error(actual, expected) < TOLERANCE[jnp.bfloat16]
+
+
+def dropped(layer, rows, group_sizes, row_ids, seed=0):
+    """Answers while training."""
+    return jax.jit(
+        lambda rows: layer.apply(
+            {"params": random_weights(EXPERTS)},
+            rows,
+            group_sizes,
+            deterministic=False,
+            row_ids=row_ids,
+            rngs={"dropout": jax.random.key(seed)},
+        )
+    )(rows)
+
+
+def test_dropout_of_a_row_depends_on_the_key_and_its_number_alone():
+    layer = ExpertFFN(num_experts=EXPERTS, hidden_dim=HIDDEN, dropout_rate=0.5)
+    rows = jnp.tile(random_rows(1), (6, 1))
+    ids = jnp.array([4, 9, 4, 7, 9, 4])
+    out = dropped(layer, rows, jnp.array([6, 0, 0]), ids)
+    for number in (4, 9):
+        mine = out[np.asarray(ids) == number]
+        np.testing.assert_array_equal(mine, np.broadcast_to(mine[0], mine.shape))
+    assert np.any(out[0] != out[1])
+    # Moving the rows moves the masks.
+    np.testing.assert_array_equal(dropped(layer, rows, jnp.array([6, 0, 0]), ids[::-1]), out[::-1])
+    assert np.any(dropped(layer, rows, jnp.array([6, 0, 0]), ids, seed=1) != out)
+
+
+def test_dropout_keeps_the_mean_and_acts_in_training_only():
+    layer = ExpertFFN(num_experts=EXPERTS, hidden_dim=HIDDEN, dropout_rate=0.25)
+    rows = jnp.tile(random_rows(1), (3 * 4096, 1))
+    kept = layer.apply({"params": random_weights(EXPERTS)}, rows[:3], None)
+    out = dropped(layer, rows, None, None).reshape(EXPERTS, 4096, MODEL)
+    error = np.std(out, axis=1) / math.sqrt(4096)
+    # 12 means, each within 5 standard errors: false alarm rate 7e-6.
+    assert np.all(np.abs(np.mean(out, axis=1) - kept) < 5.0 * error)
+    assert np.all(error > 0.0)
 
 
 def test_rows_past_the_sum_and_empty_groups_give_no_gradient():
@@ -98,10 +188,12 @@ def test_products_take_rows_cast_to_their_type():
     )
 
 
-@pytest.mark.parametrize(("activation", "dtype"), [("silu", jnp.float32), ("gelu", jnp.bfloat16)])
-def test_feed_forward_agrees_with_a_plain_reference_whatever_the_leading_axes(activation, dtype):
-    layer = FeedForward(hidden_dim=HIDDEN, activation=activation, dtype=dtype)
-    weights, x = random_weights(), random_rows(6)
+@every_kind
+def test_feed_forward_agrees_with_a_plain_reference_whatever_the_leading_axes(
+    activation, gated, dtype
+):
+    layer = FeedForward(hidden_dim=HIDDEN, activation=activation, gated=gated, dtype=dtype)
+    weights, x = random_weights(gated=gated), random_rows(6)
     out = jax.jit(layer.apply)({"params": weights}, x.reshape(2, 3, 1, MODEL))
     assert out.dtype == dtype
     expected = reference(weights, x, activation).reshape(2, 3, 1, MODEL)
@@ -170,7 +262,19 @@ def test_group_sizes_of_another_number_of_experts_are_refused():
             layer.apply({"params": random_weights(EXPERTS)}, random_rows(), jnp.array([3, 4]))
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
-    assert str(error.value) == (
-        "lhs (7, 4), rhs (3, 4, 5) and group_sizes (2,) do not fit: "
-        "expected [rows, inner], [groups, inner, outer] and [groups]"
-    )
+    assert str(error.value) == "group_sizes (2,) do not fit num_experts=3"
+
+
+@pytest.mark.parametrize(
+    ("options", "num_rows", "message"),
+    [
+        ({"dropout_rate": 1.0}, 6, "dropout_rate=1.0 is not in [0, 1)"),
+        ({"dropout_rate": -0.1}, 6, "dropout_rate=-0.1 is not in [0, 1)"),
+        ({}, 7, "rows=7 do not divide into num_experts=3 equal groups"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, num_rows, message):
+    layer = ExpertFFN(num_experts=EXPERTS, hidden_dim=HIDDEN, **options)
+    with pytest.raises(ValueError) as error:
+        layer.init(jax.random.key(0), random_rows(num_rows))
+    assert str(error.value) == message

@@ -12,8 +12,8 @@ import pytest
 from moe_jax.core import grouped_matmul
 from moe_jax.core.grouped_matmul import IMPLEMENTATIONS
 
+# A height of blocks and tiles, see `moe_jax.core.row_blocks` and `pallas_matmul`.
 BLOCK_ROWS = 256
-
 INNER, OUTER = 3, 5
 ROWS_AND_GROUPS = ((0, 4), (1, 1), (7, 4), (2 * BLOCK_ROWS + 3, 4))
 # Float32 rounding of sums of at most 515 products; bfloat16 rounds the result to 8 bits.
@@ -157,6 +157,77 @@ def test_gradients_agree_with_finite_differences(implementation):
 
 
 @every_implementation
+def test_second_derivatives_agree_with_those_of_indexed_matrices(implementation):
+    sizes = (3, 0, 2, 1)
+    lhs, rhs, group_sizes, cotangent = random_problem(sizes, 7)
+    group = np.repeat(np.arange(5), (*sizes, 1))
+
+    def indexed(lhs, rhs):
+        padded = jnp.concatenate([rhs, jnp.zeros_like(rhs[:1])])
+        return jnp.einsum("mk,mkn->mn", lhs, padded[group])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def second(function, *args):
+        def slope(*args):
+            gradients = jax.grad(
+                lambda *args: jnp.sum(jnp.sin(function(*args)) * cotangent), argnums=(0, 1)
+            )(*args)
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in gradients)
+
+        return jax.grad(slope, argnums=(0, 1))(*args)
+
+    mine = second(lambda *args: grouped_matmul(*args, group_sizes, implementation), lhs, rhs)
+    for actual, wanted in zip(mine, second(indexed, lhs, rhs), strict=True):
+        assert_close(actual, wanted, TOLERANCE[jnp.float32])
+
+
+def test_dense_has_forward_mode_derivatives_and_the_others_refuse_them():
+    lhs, rhs, group_sizes, _ = random_problem((3, 0, 2, 1), 7)
+    jax.test_util.check_grads(
+        jax.jit(lambda lhs, rhs: grouped_matmul(lhs, rhs, group_sizes, "dense")),
+        (lhs, rhs),
+        order=2,
+        modes=["fwd"],
+        eps=0.5,
+        rtol=1e-3,
+        atol=1e-3,
+    )
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda lhs: grouped_matmul(lhs, rhs, group_sizes, "loop"), (lhs,), (lhs,))
+
+
+@every_implementation
+def test_rows_in_excess_are_left_out_of_the_last_groups(implementation):
+    lhs, rhs, group_sizes, cotangent = random_problem((3, 2, 9, 4), 7)
+    results = value_and_gradients(lhs, rhs, group_sizes, cotangent, implementation)
+    expected = reference(lhs, rhs, (3, 2, 2, 0), cotangent)
+    for actual, wanted in zip(results, expected, strict=True):
+        assert_close(actual, wanted, TOLERANCE[jnp.float32])
+
+
+@pytest.mark.parametrize("implementation", ["loop", "ragged_dot", "dense"])
+def test_shard_map_over_rows_sums_the_gradient_of_the_matrices(implementation):
+    problem = random_problem((3, 0, 2, 1), 7)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    data, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+
+    @jax.jit
+    def sharded(lhs, rhs, group_sizes, cotangent):
+        product = jax.shard_map(
+            functools.partial(grouped_matmul, implementation=implementation),
+            mesh=mesh,
+            in_specs=(data, whole, data),
+            out_specs=data,
+        )
+        out, pullback = jax.vjp(lambda lhs, rhs: product(lhs, rhs, group_sizes), lhs, rhs)
+        return out, *pullback(cotangent)
+
+    expected = value_and_gradients(*problem, implementation)
+    for actual, wanted in zip(sharded(*problem), expected, strict=True):
+        assert_close(actual, wanted, TOLERANCE[jnp.float32])
+
+
+@every_implementation
 def test_vmap_scan_and_remat_change_nothing(implementation):
     sizes = [(3, 0, 4, 0), (0, 0, 0, 7), (2, 1, 0, 1)]
     problems = [random_problem(sizes[seed], 7, seed=seed) for seed in range(3)]
@@ -249,5 +320,5 @@ def test_unknown_implementation_is_refused():
     with pytest.raises(ValueError) as error:
         grouped_matmul(*random_problem((3, 4), 7)[:3], implementation="fast")
     assert str(error.value) == (
-        "implementation='fast' is not one of ('loop', 'ragged_dot', 'dense')"
+        "implementation='fast' is not one of ('loop', 'ragged_dot', 'pallas', 'dense')"
     )

@@ -9,7 +9,13 @@ import jax.test_util
 import numpy as np
 
 from moe_jax.core import Routing
-from moe_jax.core.permutation import combine, dispatch, sort_by_expert
+from moe_jax.core.permutation import (
+    UNROLLED_CHOICES,
+    RowOrder,
+    combine,
+    dispatch,
+    sort_by_expert,
+)
 
 TOKENS, EXPERTS, SELECTED, MODEL = 6, 3, 2, 4
 
@@ -177,3 +183,56 @@ def test_bfloat16_answers_and_gradients_are_summed_in_float32():
     # In bfloat16 256 + 1 rounds to 256, and 256 + 1 + 1 to 256 again.
     for total in sums(jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16)):
         assert total.dtype == jnp.bfloat16 and total[0, 0] == 258.0
+
+
+def capacity_order():
+    """Token 0 goes to expert 0, token 1 to experts 1 and 0; of two rows each, one stays empty."""
+    return RowOrder(
+        token_of_row=jnp.array([0, 1, 1, 3], jnp.int32),
+        row_of_assignment=jnp.array([[0, 4], [2, 1], [4, 4]], jnp.int32),
+        group_sizes=jnp.array([2, 2], jnp.int32),
+    )
+
+
+def test_rows_and_assignments_without_a_partner_are_0_both_ways():
+    order = capacity_order()
+    generator = np.random.default_rng(2)
+    tokens, rows = (
+        jnp.asarray(generator.standard_normal((num, MODEL)), jnp.float32) for num in (3, 4)
+    )
+    weight = jnp.asarray(generator.uniform(0.1, 1.0, (3, 2)), jnp.float32)
+
+    def plainly(tokens, rows, weight, order):
+        # One more token and one more row, of zeros, for the index past the end.
+        padded = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])[order.row_of_assignment]
+        moved = jnp.concatenate([tokens, jnp.zeros_like(tokens[:1])])[order.token_of_row]
+        return moved, jnp.sum(padded * weight[:, :, None], axis=1)
+
+    inputs = tokens, rows, weight
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6),
+        value_and_gradients(move, inputs, order),
+        value_and_gradients(plainly, inputs, order),
+    )
+
+
+def test_many_choices_give_what_few_do():
+    # Past UNROLLED_CHOICES they are summed in a loop.
+    num_choices = UNROLLED_CHOICES + 3
+    row = jnp.arange(2 * num_choices, dtype=jnp.int32).reshape(2, num_choices)
+    order = RowOrder(
+        token_of_row=jnp.repeat(jnp.arange(2, dtype=jnp.int32), num_choices),
+        row_of_assignment=row,
+        group_sizes=jnp.array([2 * num_choices], jnp.int32),
+    )
+    generator = np.random.default_rng(3)
+    tokens, rows = (
+        jnp.asarray(generator.standard_normal((num, MODEL)), jnp.float32)
+        for num in (2, 2 * num_choices)
+    )
+    weight = jnp.asarray(generator.uniform(0.1, 1.0, (2, num_choices)), jnp.float32)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        value_and_gradients(move, (tokens, rows, weight), order),
+        value_and_gradients(move_plainly, (tokens, rows, weight), order),
+    )

@@ -53,7 +53,7 @@ def sizes_and_rows(draw):
 @hypothesis.example(problem=((0, 131, 0, 0), 131))
 @hypothesis.example(problem=((100, 0, 0, 31), 131))
 @hypothesis.example(problem=((100, 28, 0, 3), 131))
-@hypothesis.settings(max_examples=200)
+@hypothesis.settings(max_examples=100)
 def test_every_row_is_seen_once_and_written_last_by_its_own_group(problem):
     group_sizes, num_rows = problem
     used = sum(group_sizes)
@@ -65,14 +65,14 @@ def test_every_row_is_seen_once_and_written_last_by_its_own_group(problem):
     # Two blocks of the least height may lie over each other at the very end, hence the last term.
     heights = block_heights(num_rows, GROUPS)
     least = heights[0] if heights else num_rows
-    assert work <= sum(max(2 * size, least) for size in group_sizes if size)
+    assert int(work) <= sum(max(2 * size, least) for size in group_sizes if size)
 
 
 def test_balanced_groups_waste_little():
     # Loads of a balanced router: binomial with mean 512, standard deviation 22.
     sizes = np.random.default_rng(0).multinomial(8192, np.full(16, 1 / 16))
     _, _, work = visits(jnp.asarray(sizes, jnp.int32), 8192)
-    assert work < 1.08 * 8192
+    assert int(work) < 1.08 * 8192
 
 
 def test_rows_in_excess_are_left_out_of_the_last_groups():

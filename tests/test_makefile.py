@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAKE = shutil.which("make")
+PYTEST = "-m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile"
 TARGETS = ("train", "test", "lint", "bench", "colabs", "clean")
 
 # Logs its arguments, makes .venv when asked to, and fails where FAIL, a shell pattern, matches.
@@ -102,7 +103,7 @@ def test_runs_from_another_folder_whatever_that_folder_holds(how, project):
         how, str(target), "test", "TESTS=tests/core -k 'a or b'", cwd=project.elsewhere
     )
     assert code == 0, errors
-    assert asked[-1] == "-m pytest tests/core -k a or b"
+    assert asked[-1] == f"{PYTEST} tests/core -k a or b"
     assert project.ready.exists()
     assert not (project.elsewhere / ".venv").exists()
 
@@ -129,7 +130,7 @@ def test_nothing_is_installed_twice(project):
     project.make("test")
     code, _, _, asked = project.make("test")
     assert code == 0
-    assert asked == ["-m pytest"]
+    assert asked == [PYTEST]
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "setup.cfg"])

@@ -76,8 +76,8 @@ def loop_over_blocks(
             return jax.lax.fori_loop(jnp.int32(0), count, one, carry)
 
         choice, count = _choose_height(heights, start, end, num_rows)
-        for index, height in enumerate(heights):
-            carry = blocks(height, jnp.where(choice == index, count, 0), False, carry)
+        for place, height in enumerate(heights):
+            carry = blocks(height, jnp.where(choice == place, count, 0), False, carry)
         smallest = heights[0] if heights else num_rows
         return blocks(smallest, jnp.where(choice < 0, 1, 0), True, carry)
 

@@ -450,7 +450,10 @@ def main(argv: Sequence[str]) -> None:
 
 _QUICK = flags.DEFINE_bool("quick", False, "Small layers and few rounds: a check, no measurement.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Number of rounds.", lower_bound=1)
-_OUTPUT = flags.DEFINE_string("output", "benchmarks/results/moe_layer.json", "File to write.")
+# The tests import several benchmarks, each with an output, into one process.
+_OUTPUT = flags.DEFINE_string(
+    "output", "benchmarks/results/moe_layer.json", "File to write.", allow_override=True
+)
 
 if __name__ == "__main__":
     app.run(main)

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from moe_jax.core.capacity import check_capacity
-from moe_jax.core.routing import Routing, check_num_selected, make_routing, open_logits
+from moe_jax.core.routing import (
+    Routing,
+    check_num_selected,
+    every_expert,
+    make_routing,
+    open_logits,
+    selection_weight,
+    usable_tokens,
+)
 
 
 def expert_choice_routing(
@@ -51,10 +59,10 @@ def expert_choice_routing(
     chosen = chosen.at[taken, expert[:, None]].set(True)
     return make_routing(
         gate_logits,
-        jnp.broadcast_to(expert[None, :], (num_tokens, num_experts)),
+        every_expert(num_tokens, num_experts),
         jnp.exp(log_probability),
         mask,
-        keep=chosen & eligible & ~jnp.isneginf(rank_by),
+        keep=chosen & ~jnp.isneginf(rank_by),
         expert_mask=expert_mask,
         axis_names=axis_names,
     )
@@ -87,16 +95,13 @@ def sinkhorn_routing(
     check_num_selected(num_selected, gate_logits.shape[-1])
     gate_logits, mask = open_logits(gate_logits, mask, expert_mask)
     # A token that is not finite decides for itself alone.
-    usable = mask & ~jnp.any(jnp.isnan(gate_logits) | jnp.isposinf(gate_logits), axis=-1)
+    usable = usable_tokens(gate_logits, mask)
     plan = sinkhorn_plan(jax.lax.stop_gradient(gate_logits), num_iterations, mask=usable)
     log_probability = jax.nn.log_softmax(gate_logits, axis=-1)
     rank_by = jnp.where(usable[:, None], plan, jax.lax.stop_gradient(log_probability))
     _, expert_index = jax.lax.top_k(rank_by, num_selected)
     selected = jnp.take_along_axis(log_probability, expert_index, axis=-1)
-    if renormalize and num_selected > 1:
-        weight = jax.nn.softmax(selected, axis=-1)
-    else:
-        weight = jnp.exp(selected)
+    weight = selection_weight(selected, renormalize=renormalize)
     return make_routing(
         gate_logits, expert_index, weight, mask, expert_mask=expert_mask, axis_names=axis_names
     )

@@ -126,6 +126,31 @@ def open_logits(
     return gate_logits, mask
 
 
+def selection_weight(
+    log_score: Float[Array, "tokens k"], *, renormalize: bool
+) -> Float[Array, "tokens k"]:
+    """Weights of the selected experts: their scores, made to sum to 1 if K > 1 and so asked.
+
+    For K = 1 that sum would make the weight a constant and cut the gate off from the gradient.
+    """
+    if renormalize and log_score.shape[-1] > 1:
+        return jax.nn.softmax(log_score, axis=-1)
+    return jnp.exp(log_score)
+
+
+def every_expert(num_tokens: int, num_experts: int) -> Int[Array, "tokens experts"]:
+    """The `expert_index` of a router for which K = E: all experts, in the order of their index."""
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    return jnp.broadcast_to(expert[None, :], (num_tokens, num_experts))
+
+
+def usable_tokens(
+    gate_logits: Float[Array, "tokens experts"], mask: Bool[Array, " tokens"]
+) -> Bool[Array, " tokens"]:
+    """Tokens that may have a say in what others get: unmasked, and no score NaN or +inf."""
+    return mask & ~jnp.any(jnp.isnan(gate_logits) | jnp.isposinf(gate_logits), axis=-1)
+
+
 def routing_metrics(routing: Routing, *, axis_names: tuple[str, ...] = ()) -> RoutingMetrics:
     """Load, balance, entropy and dropped share, of each layer where layers are stacked.
 

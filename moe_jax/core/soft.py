@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.core.routing import Routing, make_routing, open_logits
+from moe_jax.core.routing import Routing, every_expert, make_routing, open_logits, usable_tokens
 
 
 @chex.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def soft_routing(
     slots_each = num_slots // num_experts
     slot_mask = None if expert_mask is None else jnp.repeat(expert_mask, slots_each)
     slot_logits, mask = open_logits(slot_logits, mask, slot_mask)
-    usable = mask & ~jnp.any(jnp.isnan(slot_logits) | jnp.isposinf(slot_logits), axis=-1)
+    usable = usable_tokens(slot_logits, mask)
     # Over tokens a closed slot is all -inf: its weights must be 0, not 0/0.
     is_open = ~jnp.isneginf(slot_logits)
     if slot_mask is not None:
@@ -70,10 +70,9 @@ def soft_routing(
         combine = jnp.where(slot_mask[None, :], combine, 0.0)
     by_expert = slot_logits.reshape(num_tokens, num_experts, slots_each)
     gate_logits = jax.nn.logsumexp(by_expert, axis=-1)
-    expert = jnp.arange(num_experts, dtype=jnp.int32)
     routing = make_routing(
         gate_logits,
-        jnp.broadcast_to(expert[None, :], (num_tokens, num_experts)),
+        every_expert(num_tokens, num_experts),
         jnp.sum(combine.reshape(by_expert.shape), axis=-1),
         mask,
         expert_mask=expert_mask,

@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from moe_jax.core.routing import Routing, check_num_selected, make_routing, open_logits
+from moe_jax.core.routing import (
+    Routing,
+    check_num_selected,
+    every_expert,
+    make_routing,
+    open_logits,
+    selection_weight,
+)
 
 SOFTMAX_PLACES = ("before", "after")
 
@@ -56,10 +63,10 @@ def top_k_routing(
     log_probability = jax.nn.log_softmax(gate_logits, axis=-1)
     _, expert_index = jax.lax.top_k(log_probability, num_selected)
     selected = jnp.take_along_axis(log_probability, expert_index, axis=-1)
-    if softmax == "after" or (renormalize and num_selected > 1):
+    if softmax == "after":
         weight = jax.nn.softmax(selected, axis=-1)
     else:
-        weight = jnp.exp(selected)
+        weight = selection_weight(selected, renormalize=renormalize)
     return make_routing(
         gate_logits, expert_index, weight, mask, expert_mask=expert_mask, axis_names=axis_names
     )
@@ -154,14 +161,10 @@ def sigmoid_routing(
     # Where a token's groups hold fewer than K open experts, one outside of them fills the index.
     keep = ~jnp.isneginf(jnp.take_along_axis(rank_by, expert_index, axis=-1))
     selected = jnp.where(keep, jnp.take_along_axis(log_score, expert_index, axis=-1), -jnp.inf)
-    if renormalize and num_selected > 1:
-        weight = jax.nn.softmax(selected, axis=-1)
-    else:
-        weight = jnp.exp(selected)
     return make_routing(
         log_score,
         expert_index,
-        jnp.float32(scale) * weight,
+        jnp.float32(scale) * selection_weight(selected, renormalize=renormalize),
         mask,
         keep=keep,
         expert_mask=expert_mask,
@@ -183,14 +186,14 @@ def dense_routing(
 
     Reference: Jacobs et al. 1991, Adaptive mixtures of local experts, equation 1.
     """
-    num_tokens, num_experts = gate_logits.shape
     gate_logits, mask = open_logits(gate_logits, mask, expert_mask)
-    every = jnp.broadcast_to(
-        jnp.arange(num_experts, dtype=jnp.int32)[None, :], (num_tokens, num_experts)
-    )
-    weight = jax.nn.softmax(gate_logits, axis=-1)
     return make_routing(
-        gate_logits, every, weight, mask, expert_mask=expert_mask, axis_names=axis_names
+        gate_logits,
+        every_expert(*gate_logits.shape),
+        jax.nn.softmax(gate_logits, axis=-1),
+        mask,
+        expert_mask=expert_mask,
+        axis_names=axis_names,
     )
 
 

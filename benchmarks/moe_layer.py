@@ -7,7 +7,7 @@ after an untimed run, so that each finds its own data in the caches. Printed are
 and, pair by pair, how many times faster our layer was in the same round (quartiles). All compute
 the same layer from the same weights, which is checked. PyTorch runs in a process of its own with as
 many threads. FLOPs are those of the experts' products that are needed, 6 T K D F forward and three
-times that with backward, for everyone. Takes about 10 minutes on 2 cores; install the extra `bench`
+times that with backward, for everyone. Takes about 13 minutes on 2 cores; install the extra `bench`
 for the peer.
 """
 

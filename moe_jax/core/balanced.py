@@ -130,6 +130,7 @@ def sinkhorn_plan(
     is_open = jnp.any(~jnp.isneginf(gate_logits) & mask[:, None], axis=0)
     num_open = jnp.maximum(jnp.sum(is_open, dtype=jnp.float32), 1.0)
     target = jnp.log(jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0) / num_open)
+    target = target.astype(gate_logits.dtype)
     counted = jnp.where(mask[:, None], gate_logits, -jnp.inf)
 
     def iterate(_: Array, v: Array) -> Array:
@@ -137,7 +138,7 @@ def sinkhorn_plan(
         column = jax.nn.logsumexp(counted + u[:, None], axis=0)
         return jnp.where(is_open, target - column, 0.0)
 
-    v = jnp.zeros(gate_logits.shape[1], dtype=jnp.float32)
+    v = jnp.zeros(gate_logits.shape[1], dtype=gate_logits.dtype)
     v = jax.lax.fori_loop(0, num_iterations, iterate, v)
     return jax.nn.log_softmax(gate_logits + v[None, :], axis=1)
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from moe_jax.core.fused_experts import fused_experts
 from moe_jax.core.grouped_matmul import check_implementation, grouped_matmul
+from moe_jax.core.precision import wide_type
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": nn.silu,
@@ -37,7 +38,8 @@ class ExpertFFN(nn.Module):
         gated: False for the plain network of two matrices, without `gate`.
         dropout_rate: probability that a hidden unit of a row is 0 while training; the others are
             divided by 1 - dropout_rate. Expert dropout of Switch Transformer, arXiv 2101.03961.
-        dtype: type of the matrix products' operands; they accumulate in float32.
+        dtype: type of the matrix products' operands; they accumulate in float32, of float64 in
+            float64.
         down_scale: factor on the standard deviation of `down` at the start.
         implementation: see `grouped_matmul`.
     """
@@ -145,20 +147,20 @@ class FeedForward(nn.Module):
 def matmul(
     x: Float[Array, "*batch inner"], kernel: Float[Array, "inner outer"]
 ) -> Float[Array, "*batch outer"]:
-    """Returns x kernel, accumulated in float32, in the type of `x`."""
-    return jnp.dot(x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
+    """Returns x kernel, accumulated in `wide_type`, in the type of `x`."""
+    return jnp.dot(x, kernel, preferred_element_type=wide_type(x.dtype)).astype(x.dtype)
 
 
 def _multiply_equal_groups(lhs: Array, rhs: Array) -> Array:
     groups = lhs.reshape(rhs.shape[0], -1, lhs.shape[1])
-    out = jnp.einsum("gmk,gkn->gmn", groups, rhs, preferred_element_type=jnp.float32)
+    out = jnp.einsum("gmk,gkn->gmn", groups, rhs, preferred_element_type=wide_type(lhs.dtype))
     return out.reshape(lhs.shape[0], rhs.shape[2]).astype(lhs.dtype)
 
 
 @partial(jax.checkpoint, static_argnums=0)
 def _hidden(activate: Callable[..., Array], *products: Array) -> Array:
-    """The activation in float32, recomputed backward: cheaper than storing its parts."""
-    wide = activate(*(product.astype(jnp.float32) for product in products))
+    """The activation in `wide_type`, recomputed backward: cheaper than storing its parts."""
+    wide = activate(*(product.astype(wide_type(product.dtype)) for product in products))
     return wide.astype(products[0].dtype)
 
 
@@ -178,7 +180,7 @@ def _drop(key: Key[Array, ""], hidden: Array, row_ids: Int[Array, " rows"], rate
     def keep(row_id: Array) -> Array:
         return jax.random.bernoulli(jax.random.fold_in(key, row_id), 1.0 - rate, hidden.shape[1:])
 
-    scaled = hidden.astype(jnp.float32) / (1.0 - rate)
+    scaled = hidden.astype(wide_type(hidden.dtype)) / (1.0 - rate)
     return jnp.where(jax.vmap(keep)(row_ids), scaled, 0.0).astype(hidden.dtype)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.grouped_matmul import grouped_matmul
+from moe_jax.core.precision import wide_type
 from moe_jax.core.row_blocks import (
     Block,
     add_to_group,
@@ -45,7 +46,8 @@ def fused_experts(
     """Returns down[e] activate(inner[0][e] x, inner[1][e] x, ...) for each row x of each expert e.
 
     Args:
-        activate: elementwise, in float32, from one array for each of `inner` to the hidden rows.
+        activate: elementwise, in `wide_type`, from one array for each of `inner` to the hidden
+            rows.
         rows: sorted by expert; their type is that of the products' operands.
         inner: matrices of any float type, cast to that of `rows`.
         down: likewise.
@@ -140,7 +142,7 @@ def _answer_in_turn(
     def multiply(lhs: Array, rhs: Array) -> Array:
         return grouped_matmul(lhs, rhs.astype(rows.dtype), group_sizes, "loop")
 
-    products = [multiply(rows, weight).astype(jnp.float32) for weight in inner]
+    products = [multiply(rows, weight).astype(wide_type(rows.dtype)) for weight in inner]
     return multiply(activate(*products).astype(rows.dtype), down)
 
 
@@ -201,7 +203,7 @@ def _loop_backward(
             hidden, pullback = jax.vjp(
                 activate,
                 *(
-                    from_carrier(read(array, block), dtype).astype(jnp.float32)
+                    from_carrier(read(array, block), dtype).astype(wide_type(dtype))
                     for array in products
                 ),
             )
@@ -234,7 +236,7 @@ def _loop_backward(
     # Of bfloat16 the gradient of `down` is summed as its transpose, whose left side is known ahead.
     down_shape = (down.shape[0], down.shape[2], down.shape[1]) if is_narrow else down.shape
     shapes = [*(weight.shape for weight in inner), down_shape]
-    *inner_gradients, down_gradient = buffers(shapes, jnp.float32, group_sizes)
+    *inner_gradients, down_gradient = buffers(shapes, wide_type(dtype), group_sizes)
     row_gradient, inner_gradients, down_gradient = loop_over_blocks(
         start_group,
         group_sizes,

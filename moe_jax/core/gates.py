@@ -1,13 +1,15 @@
 """Gates: Flax modules from tokens to one score an output (an expert, or a slot of one).
 
-All of them compute in float32 at the highest precision whatever the type of the tokens: rounding
-scores to bfloat16 changes which experts are chosen.
+All of them compute in float32 at the highest precision, or in float64 if the tokens are float64:
+rounding scores to bfloat16 changes which experts are chosen.
 """
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from moe_jax.core.precision import wide_type
 
 STATE = "router_state"
 """Flax collection of what a router keeps but no optimiser trains."""
@@ -55,7 +57,7 @@ class CosineGate(nn.Module):
                 f"temperature={self.temperature} must be at least "
                 f"min_temperature={self.min_temperature} > 0"
             )
-        x = x.astype(jnp.float32)
+        x = x.astype(wide_type(x.dtype))
         initializer = nn.initializers.lecun_normal()
         if self.projection_dim is not None:
             shape = (x.shape[-1], min(self.projection_dim, x.shape[-1]))
@@ -66,7 +68,8 @@ class CosineGate(nn.Module):
             "log_temperature", nn.initializers.constant(jnp.log(self.temperature)), (), jnp.float32
         )
         cosine = _dot(_unit(x, axis=-1), _unit(embedding, axis=0))
-        return cosine / jnp.maximum(jnp.exp(log_temperature), self.min_temperature)
+        temperature = jnp.maximum(jnp.exp(log_temperature), self.min_temperature)
+        return cosine / temperature.astype(cosine.dtype)
 
 
 class HiddenLayerGate(nn.Module):
@@ -85,9 +88,11 @@ class HiddenLayerGate(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch features"]:
         """Returns the scores."""
-        x = x.astype(jnp.float32)
-        hidden = nn.gelu(nn.Dense(self.hidden_dim, precision="highest", name="hidden")(x))
-        return nn.Dense(self.features, precision="highest", name="out")(hidden)
+        x = x.astype(wide_type(x.dtype))
+        hidden = nn.gelu(
+            nn.Dense(self.hidden_dim, dtype=x.dtype, precision="highest", name="hidden")(x)
+        )
+        return nn.Dense(self.features, dtype=x.dtype, precision="highest", name="out")(hidden)
 
 
 class RandomGate(nn.Module):
@@ -118,7 +123,8 @@ GATES: dict[str, type[nn.Module]] = {
 
 
 def _dot(x: Array, kernel: Array) -> Array:
-    return jnp.dot(x.astype(jnp.float32), kernel, precision="highest")
+    dtype = wide_type(x.dtype)
+    return jnp.dot(x.astype(dtype), kernel.astype(dtype), precision="highest")
 
 
 def _unit(x: Array, axis: int) -> Array:

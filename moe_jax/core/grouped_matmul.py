@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.pallas_matmul import device_at_hand, pallas_groups, pallas_rows
+from moe_jax.core.precision import wide_type
 from moe_jax.core.row_blocks import (
     Block,
     add_to_group,
@@ -47,7 +48,8 @@ def grouped_matmul(
 
     Group 0 holds the first group_sizes[0] rows, group 1 the next group_sizes[1], and so on. Rows
     past the sum are 0 whatever they hold, and so are their gradients; an empty group's matrix has
-    gradient exactly 0. Products accumulate in float32; the result has the type of `lhs`.
+    gradient exactly 0. Products accumulate in float32, of float64 in float64; the result has the
+    type of `lhs`.
 
     Args:
         lhs: rows sorted by group.
@@ -126,7 +128,7 @@ _multiply_rows.defvjp(_multiply_rows_forward, _multiply_rows_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_groups(implementation: str, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """out[g] = sum over the rows m of group g of lhs[m] rhs[m]^T, in float32."""
+    """out[g] = sum over the rows m of group g of lhs[m] rhs[m]^T, in `wide_type`."""
     return _GROUP_PRODUCTS[implementation](lhs, rhs, group_sizes)
 
 
@@ -189,7 +191,7 @@ def _loop_groups(lhs: Array, gradient: Array, group_sizes: Array) -> Array:
         return add
 
     shape = (group_sizes.shape[0], lhs.shape[1], gradient.shape[1])
-    (out,) = buffers([shape], jnp.float32, group_sizes)
+    (out,) = buffers([shape], wide_type(lhs.dtype), group_sizes)
     return loop_over_blocks(start_group, group_sizes, lhs.shape[0], out)
 
 
@@ -199,7 +201,7 @@ def _ragged_rows(lhs: Array, rhs: Array, group_sizes: Array, *, transpose_rhs: b
     def product(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
         inside = _inside(lhs, group_sizes)
         lhs = jnp.where(inside, lhs, jnp.zeros_like(lhs))
-        out = jax.lax.ragged_dot(lhs, rhs, group_sizes, preferred_element_type=jnp.float32)
+        out = jax.lax.ragged_dot(lhs, rhs, group_sizes, preferred_element_type=wide_type(lhs.dtype))
         # Some kernels leave the rows past the last group uninitialised.
         return jnp.where(inside, out, 0.0).astype(lhs.dtype)
 
@@ -219,7 +221,7 @@ def _ragged_groups(lhs: Array, gradient: Array, group_sizes: Array) -> Array:
         jnp.where(inside, gradient, jnp.zeros_like(gradient)),
         group_sizes,
         numbers,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=wide_type(lhs.dtype),
     )
     # Some kernels leave the gradient of an empty group uninitialised.
     return jnp.where((group_sizes > 0)[:, None, None], out, 0.0)
@@ -236,7 +238,7 @@ def _dense(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
     members = ((row >= ends - group_sizes[:, None]) & (row < ends))[:, :, None]
     # Selecting on both sides of the product keeps a NaN in its group in every derivative too.
     left = jnp.where(members, lhs[None], jnp.zeros_like(lhs)[None])
-    every = jnp.einsum("gmk,gkn->gmn", left, rhs, preferred_element_type=jnp.float32)
+    every = jnp.einsum("gmk,gkn->gmn", left, rhs, preferred_element_type=wide_type(lhs.dtype))
     return jnp.sum(jnp.where(members, every, 0.0), axis=0).astype(lhs.dtype)
 
 

@@ -179,10 +179,12 @@ def gate_entropy(
 
 
 def clear_masked(
-    gate_logits: Float[Array, "tokens experts"], mask: Bool[Array, " tokens"] | None
+    gate_logits: Float[Array, "tokens experts"],
+    mask: Bool[Array, " tokens"] | None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Float[Array, "tokens experts"]:
-    """Casts to float32 and zeroes masked rows, whose NaN would survive a product with weight 0."""
-    gate_logits = gate_logits.astype(jnp.float32)
+    """Casts to `dtype` and zeroes masked rows, whose NaN would survive a product with weight 0."""
+    gate_logits = gate_logits.astype(dtype)
     return gate_logits if mask is None else jnp.where(mask[:, None], gate_logits, 0.0)
 
 

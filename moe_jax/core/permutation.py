@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from moe_jax.core.precision import wide_type
 from moe_jax.core.routing import Routing, expert_counts
 from moe_jax.core.varying import vary_alike
 
@@ -68,8 +69,8 @@ def combine(
 ) -> Float[Array, "tokens model"]:
     """Weighted sum of each token's expert answers, out[t] = sum_k w[t, k] rows[row(t, k)].
 
-    Summed in float32; returned in the type of `rows`. An assignment of weight 0 contributes exactly
-    0 even if its row is not finite.
+    Summed in float32, or in float64 if the rows are; returned in the type of `rows`. An assignment
+    of weight 0 contributes exactly 0 even if its row is not finite.
     """
     return _combine(*vary_alike(rows, combine_weight, order.token_of_row, order.row_of_assignment))
 
@@ -87,7 +88,7 @@ def _dispatch_forward(
 
 def _dispatch_backward(row_of_assignment: Array, gradient: Array) -> tuple[Array, None, None]:
     def term(row: Array) -> Array:
-        return _take(gradient, row).astype(jnp.float32)
+        return _take(gradient, row).astype(wide_type(gradient.dtype))
 
     return _sum_over_choices(term, row_of_assignment).astype(gradient.dtype), None, None
 
@@ -99,9 +100,11 @@ _dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 def _combine(
     rows: Array, combine_weight: Array, token_of_row: Array, row_of_assignment: Array
 ) -> Array:
+    wide = wide_type(rows.dtype)
+
     def term(row: Array, weight: Array) -> Array:
-        weight = weight[:, None]
-        return jnp.where(weight == 0.0, 0.0, weight * _take(rows, row).astype(jnp.float32))
+        weight = weight[:, None].astype(wide)
+        return jnp.where(weight == 0.0, 0.0, weight * _take(rows, row).astype(wide))
 
     return _sum_over_choices(term, row_of_assignment, combine_weight).astype(rows.dtype)
 
@@ -117,10 +120,11 @@ def _combine_backward(
     residuals: tuple[Array, ...], gradient: Array
 ) -> tuple[Array, Array, None, None]:
     rows, combine_weight, token_of_row, row_of_assignment = residuals
+    wide = wide_type(rows.dtype)
 
     def term(row: Array) -> Array:
-        answer = _take(rows, row).astype(jnp.float32)
-        return jnp.sum(answer * gradient.astype(jnp.float32), axis=1)
+        answer = _take(rows, row).astype(wide)
+        return jnp.sum(answer * gradient.astype(wide), axis=1)
 
     if row_of_assignment.shape[1] <= UNROLLED_CHOICES:
         weight_gradient = jnp.stack(
@@ -129,11 +133,12 @@ def _combine_backward(
     else:
         weight_gradient = jax.lax.map(term, row_of_assignment.T).T
     weight_of_row = (
-        jnp.zeros(token_of_row.shape, dtype=jnp.float32)
+        jnp.zeros(token_of_row.shape, dtype=wide)
         .at[row_of_assignment.reshape(-1)]
-        .set(combine_weight.reshape(-1), mode="drop", wrap_negative_indices=False)
+        .set(combine_weight.reshape(-1).astype(wide), mode="drop", wrap_negative_indices=False)
     )
-    row_gradient = _take(gradient, token_of_row).astype(jnp.float32) * weight_of_row[:, None]
+    row_gradient = _take(gradient, token_of_row).astype(wide) * weight_of_row[:, None]
+    weight_gradient = weight_gradient.astype(combine_weight.dtype)
     return row_gradient.astype(rows.dtype), weight_gradient, None, None
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.losses import clear_masked, gate_entropy, load_balance_loss, router_z_loss
+from moe_jax.core.precision import wide_type
 
 
 @chex.dataclass(frozen=True)
@@ -14,7 +15,8 @@ class Routing:
 
     A scan over layers, vmap or shard_map may put further axes in front of every field. Routers
     whose tokens have no fixed number of experts (expert choice, dense, soft) have k = experts and
-    say in `keep` and `combine_weight` which of them answer.
+    say in `keep` and `combine_weight` which of them answer. Of float64 tokens,
+    weights and logits are float64.
 
     Attributes:
         expert_index: int32[tokens, k], the selected experts, best first.
@@ -106,7 +108,7 @@ def open_logits(
     mask: Bool[Array, " tokens"] | None,
     expert_mask: Bool[Array, " experts"] | None,
 ) -> tuple[Float[Array, "tokens experts"], Bool[Array, " tokens"]]:
-    """Logits in float32 with masked rows 0 and closed experts -inf, and the mask as an array.
+    """Logits in `wide_type` with masked rows 0 and closed experts -inf, and the mask as an array.
 
     Raises:
         ValueError: if a mask is not boolean or does not fit.
@@ -117,7 +119,7 @@ def open_logits(
     if mask is None:
         mask = jnp.ones(num_tokens, dtype=jnp.bool_)
     _check_mask("mask", mask, num_tokens)
-    gate_logits = clear_masked(gate_logits, mask)
+    gate_logits = clear_masked(gate_logits, mask, wide_type(gate_logits.dtype))
     if expert_mask is not None:
         _check_mask("expert_mask", expert_mask, num_experts)
         # With every expert closed the logits stay finite; nothing is kept all the same.

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from moe_jax.core.precision import wide_type
+
 BLOCK_ROWS = (32, 64, 128, 192, 256, 384, 512, 768)
 """Heights of a block, besides those near the mean size of a group."""
 
@@ -151,9 +153,10 @@ def matmul_wide(
     *,
     transpose_rhs: bool = False,
 ) -> Float[Array, "rows outer"]:
-    """Returns lhs rhs, or lhs rhs^T, in float32."""
+    """Returns lhs rhs, or lhs rhs^T, in `wide_type`."""
     contracted = ((1,), (1 if transpose_rhs else 0,))
-    return jax.lax.dot_general(lhs, rhs, (contracted, ((), ())), preferred_element_type=jnp.float32)
+    dtype = wide_type(lhs.dtype)
+    return jax.lax.dot_general(lhs, rhs, (contracted, ((), ())), preferred_element_type=dtype)
 
 
 def as_carrier(values: Array) -> Array:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from moe_jax.core.precision import wide_type
 from moe_jax.core.routing import Routing, every_expert, make_routing, open_logits, usable_tokens
 
 
@@ -88,7 +89,8 @@ def fill_slots(
     left_out = jnp.all(weights.dispatch == 0.0, axis=1)
     tokens = jnp.where(left_out[:, None], jnp.zeros_like(tokens), tokens)
     dispatch = weights.dispatch.astype(tokens.dtype)
-    filled = jnp.einsum("ts,td->sd", dispatch, tokens, preferred_element_type=jnp.float32)
+    wide = wide_type(tokens.dtype)
+    filled = jnp.einsum("ts,td->sd", dispatch, tokens, preferred_element_type=wide)
     return filled.astype(tokens.dtype)
 
 
@@ -97,5 +99,5 @@ def answer_tokens(
 ) -> Float[Array, "tokens model"]:
     """Each token's weighted mean of the slots' answers, in the type of `answers`."""
     combine = weights.combine.astype(answers.dtype)
-    out = jnp.einsum("ts,sd->td", combine, answers, preferred_element_type=jnp.float32)
+    out = jnp.einsum("ts,sd->td", combine, answers, preferred_element_type=wide_type(answers.dtype))
     return out.astype(answers.dtype)

@@ -37,9 +37,9 @@ class SparseMoE(nn.Module):
     y = sum_{e in S(x)} w_e(x) FFN_e(x) + sum_s FFN_s(x), with S(x) and w from the router, and s
     over the shared experts, which see every token.
 
-    Parameters, float32: those of the `router`, `experts` as in `ExpertFFN`, and `shared_experts` as
-    in `FeedForward` of width num_shared_experts x hidden_dim. The routers with state keep it in
-    collection `router_state`.
+    Parameters, float32 at the start: those of the `router`, `experts` as in `ExpertFFN`, and
+    `shared_experts` as in `FeedForward` of width num_shared_experts x hidden_dim. The routers with
+    state keep it in collection `router_state`.
 
     For example, 8 gated experts of which each token uses 2, and a layer in the manner of
     DeepSeek-V3:

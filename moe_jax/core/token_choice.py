@@ -1,6 +1,6 @@
 """Routers in which each token chooses its experts: pure functions from scores to `Routing`.
 
-All of them work in float32 whatever the type of the scores, give equal scores to the lower expert
+All of them work in float32, or in float64 on float64 scores, give equal scores to the lower expert
 index, and take
 
 - `mask`, bool[tokens]: False for padding, which gets no expert, no weight and no share in a loss;
@@ -152,7 +152,7 @@ def sigmoid_routing(
     # Without a bias the logarithm ranks alike, and still tells apart what rounds to 0 or 1.
     rank_by = log_score
     if balance_bias is not None or num_groups > 1:
-        bias = 0.0 if balance_bias is None else balance_bias.astype(jnp.float32)[None, :]
+        bias = 0.0 if balance_bias is None else balance_bias.astype(raw.dtype)[None, :]
         rank_by = jnp.where(jnp.isneginf(raw), -jnp.inf, jnp.exp(log_score) + bias)
     rank_by = jax.lax.stop_gradient(rank_by)
     if num_selected_groups < num_groups:
@@ -164,7 +164,7 @@ def sigmoid_routing(
     return make_routing(
         log_score,
         expert_index,
-        jnp.float32(scale) * selection_weight(selected, renormalize=renormalize),
+        scale * selection_weight(selected, renormalize=renormalize),
         mask,
         keep=keep,
         expert_mask=expert_mask,

@@ -138,8 +138,9 @@ def sinkhorn_plan(
         column = jax.nn.logsumexp(counted + u[:, None], axis=0)
         return jnp.where(is_open, target - column, 0.0)
 
-    v = jnp.zeros(gate_logits.shape[1], dtype=gate_logits.dtype)
-    v = jax.lax.fori_loop(0, num_iterations, iterate, v)
+    # Under shard_map a loop's carry must vary over the mesh from the start: v = 0 would not.
+    v = iterate(jnp.int32(0), jnp.zeros(gate_logits.shape[1], dtype=gate_logits.dtype))
+    v = jax.lax.fori_loop(1, num_iterations, iterate, v)
     return jax.nn.log_softmax(gate_logits + v[None, :], axis=1)
 
 

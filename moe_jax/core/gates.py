@@ -57,6 +57,8 @@ class CosineGate(nn.Module):
                 f"temperature={self.temperature} must be at least "
                 f"min_temperature={self.min_temperature} > 0"
             )
+        if self.projection_dim is not None and self.projection_dim < 1:
+            raise ValueError(f"projection_dim={self.projection_dim} must be at least 1")
         x = x.astype(wide_type(x.dtype))
         initializer = nn.initializers.lecun_normal()
         if self.projection_dim is not None:
@@ -88,6 +90,8 @@ class HiddenLayerGate(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch features"]:
         """Returns the scores."""
+        if self.hidden_dim < 1:
+            raise ValueError(f"hidden_dim={self.hidden_dim} must be at least 1")
         x = x.astype(wide_type(x.dtype))
         hidden = nn.gelu(
             nn.Dense(self.hidden_dim, dtype=x.dtype, precision="highest", name="hidden")(x)

@@ -95,6 +95,7 @@ def sequence_load_balance_loss(
         raise ValueError(f"num_sequences={num_sequences} does not divide tokens={num_tokens}")
     if mask is None:
         mask = jnp.ones(num_tokens, dtype=jnp.bool_)
+    check_mask("mask", mask, num_tokens)
 
     def split(values: Array) -> Array:
         return values.reshape(num_sequences, num_tokens // num_sequences, *values.shape[1:])
@@ -183,9 +184,24 @@ def clear_masked(
     mask: Bool[Array, " tokens"] | None,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Float[Array, "tokens experts"]:
-    """Casts to `dtype` and zeroes masked rows, whose NaN would survive a product with weight 0."""
+    """Casts to `dtype` and zeroes masked rows, whose NaN would survive a product with weight 0.
+
+    Raises:
+        ValueError: if the mask is not boolean or does not fit.
+    """
     gate_logits = gate_logits.astype(dtype)
-    return gate_logits if mask is None else jnp.where(mask[:, None], gate_logits, 0.0)
+    if mask is None:
+        return gate_logits
+    check_mask("mask", mask, gate_logits.shape[0])
+    return jnp.where(mask[:, None], gate_logits, 0.0)
+
+
+def check_mask(name: str, mask: Array, length: int) -> None:
+    """Raises ValueError unless `mask` is bool[length]: numbers would weigh, one row spread."""
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"{name} has type {mask.dtype}; expected bool")
+    if mask.shape != (length,):
+        raise ValueError(f"{name} {mask.shape} does not fit: expected ({length},)")
 
 
 def _token_mean(

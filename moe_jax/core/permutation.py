@@ -59,7 +59,7 @@ def sort_by_expert(routing: Routing) -> RowOrder:
 
 def dispatch(tokens: Float[Array, "tokens model"], order: RowOrder) -> Float[Array, "rows model"]:
     """Copies each token to the rows of its experts: rows[m] = tokens[token_of_row[m]]."""
-    return _dispatch(*vary_alike(tokens, order.token_of_row, order.row_of_assignment))
+    return _dispatch(*vary_alike(jnp.asarray(tokens), order.token_of_row, order.row_of_assignment))
 
 
 def combine(
@@ -72,6 +72,7 @@ def combine(
     Summed in float32, or in float64 if the rows are; returned in the type of `rows`. An assignment
     of weight 0 contributes exactly 0 even if its row is not finite.
     """
+    rows, combine_weight = jnp.asarray(rows), jnp.asarray(combine_weight)
     return _combine(*vary_alike(rows, combine_weight, order.token_of_row, order.row_of_assignment))
 
 

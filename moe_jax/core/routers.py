@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.core.balanced import expert_choice_routing, sinkhorn_routing
 from moe_jax.core.capacity import expert_capacity
 from moe_jax.core.gates import GATES, STATE
+from moe_jax.core.precision import wide_type
 from moe_jax.core.routing import Routing, check_num_selected
 from moe_jax.core.soft import SoftWeights, soft_routing
 from moe_jax.core.token_choice import (
@@ -88,8 +89,8 @@ class Router(nn.Module):
         if self.jitter and not deterministic:
             low, high = 1.0 - self.jitter, 1.0 + self.jitter
             key = self.make_rng("router")
-            factor = jax.random.uniform(key, tokens.shape, jnp.float32, low, high)
-            tokens = tokens.astype(jnp.float32) * factor
+            wide = wide_type(tokens.dtype)
+            tokens = tokens.astype(wide) * jax.random.uniform(key, tokens.shape, wide, low, high)
         gate = named_module("gate", self.gate, GATES)
         options = check_options("gate_options", self.gate, gate, self.gate_options)
         num_features = self.num_experts if features is None else features
@@ -141,9 +142,12 @@ class NoisyTopKRouter(Router):
         options = {"renormalize": self.renormalize, **masks}
         if deterministic:
             return top_k_routing(gate_logits, self.num_selected, **options)
-        scale = nn.softplus(jnp.dot(tokens.astype(jnp.float32), noise, precision="highest"))
+        wide = gate_logits.dtype
+        scale = jnp.dot(tokens.astype(wide), noise.astype(wide), precision="highest")
         key = self.make_rng("router")
-        return noisy_top_k_routing(key, gate_logits, scale, self.num_selected, **options)
+        return noisy_top_k_routing(
+            key, gate_logits, nn.softplus(scale), self.num_selected, **options
+        )
 
 
 class SigmoidRouter(Router):

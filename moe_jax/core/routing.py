@@ -5,7 +5,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.losses import clear_masked, gate_entropy, load_balance_loss, router_z_loss
+from moe_jax.core.losses import (
+    check_mask,
+    clear_masked,
+    gate_entropy,
+    load_balance_loss,
+    router_z_loss,
+)
 from moe_jax.core.precision import wide_type
 
 
@@ -118,10 +124,9 @@ def open_logits(
         raise ValueError(f"gate_logits {gate_logits.shape} must score at least one expert")
     if mask is None:
         mask = jnp.ones(num_tokens, dtype=jnp.bool_)
-    _check_mask("mask", mask, num_tokens)
     gate_logits = clear_masked(gate_logits, mask, wide_type(gate_logits.dtype))
     if expert_mask is not None:
-        _check_mask("expert_mask", expert_mask, num_experts)
+        check_mask("expert_mask", expert_mask, num_experts)
         # With every expert closed the logits stay finite; nothing is kept all the same.
         closed = ~expert_mask & jnp.any(expert_mask)
         gate_logits = jnp.where(closed[None, :], -jnp.inf, gate_logits)
@@ -203,10 +208,3 @@ def check_num_selected(num_selected: int, num_experts: int) -> None:
         raise ValueError(f"num_selected={num_selected} must be at least 1")
     if num_selected > num_experts:
         raise ValueError(f"num_selected={num_selected} exceeds num_experts={num_experts}")
-
-
-def _check_mask(name: str, mask: Array, length: int) -> None:
-    if mask.dtype != jnp.bool_:
-        raise ValueError(f"{name} has type {mask.dtype}; expected bool")
-    if mask.shape != (length,):
-        raise ValueError(f"{name} {mask.shape} does not fit: expected ({length},)")

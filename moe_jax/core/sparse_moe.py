@@ -111,6 +111,12 @@ class SparseMoE(nn.Module):
         Raises:
             ValueError: naming the attribute or argument, its value and what is accepted.
         """
+        # numpy arrays and lists are what a notebook has at hand.
+        x = jnp.asarray(x)
+        mask, token_ids, expert_mask = (
+            None if values is None else jnp.asarray(values)
+            for values in (mask, token_ids, expert_mask)
+        )
         self._check(x)
         shape = x.shape[:-1]
         tokens = x.reshape(-1, x.shape[-1])
@@ -182,8 +188,10 @@ class SparseMoE(nn.Module):
         for name, at_least in (("hidden_dim", 1), ("num_shared_experts", 0)):
             if getattr(self, name) < at_least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {at_least}")
-        if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
+        if x.ndim == 0 or x.shape[-1] == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"x {x.shape} of type {x.dtype}: expected floats [..., model]")
+        if not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
+            raise ValueError(f"dtype={jnp.dtype(self.dtype)} is not a floating-point type")
         if self.capacity_priority not in PRIORITIES:
             raise ValueError(
                 f"capacity_priority={self.capacity_priority!r} is not one of {PRIORITIES}"
@@ -290,9 +298,13 @@ def _norm_of_assignment(rows: Array, order: RowOrder, routing: Routing) -> Array
 def _norm_of_slots(answers: Array, weights: SoftWeights, routing: Routing) -> Array:
     """Norm of what an expert adds to a token, before its weight: a mean over the expert's slots."""
     num_sequences, num_tokens, num_experts = routing.expert_index.shape
-    split = (num_sequences, num_tokens, num_experts, -1)
-    answers = answers.astype(jnp.float32).reshape(num_sequences, num_experts, -1, answers.shape[-1])
-    added = jnp.einsum("ntep,nepd->nted", weights.combine.reshape(split), answers)
-    total = routing.combine_weight
+    slots_each = answers.shape[1] // num_experts
+    split = (num_sequences, num_tokens, num_experts, slots_each)
+    answers = answers.astype(jnp.float32).reshape(
+        num_sequences, num_experts, slots_each, answers.shape[-1]
+    )
+    combine_weight = weights.combine.astype(jnp.float32).reshape(split)
+    added = jnp.einsum("ntep,nepd->nted", combine_weight, answers)
+    total = routing.combine_weight.astype(jnp.float32)
     norm = jnp.sqrt(jnp.sum(jnp.square(added), axis=-1)) / jnp.where(total > 0, total, 1.0)
     return jnp.where(routing.keep & (total > 0), norm, 0.0)

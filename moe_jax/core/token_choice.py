@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from moe_jax.core.precision import wide_type
 from moe_jax.core.routing import (
     Routing,
     check_num_selected,
@@ -96,9 +97,10 @@ def noisy_top_k_routing(
 
     Reference: Shazeer et al. 2017 (arXiv 1701.06538), equation 4.
     """
-    noise = jax.random.normal(key, gate_logits.shape, dtype=jnp.float32)
+    wide = wide_type(gate_logits.dtype)
+    noise = jax.random.normal(key, gate_logits.shape, dtype=wide)
     return top_k_routing(
-        gate_logits.astype(jnp.float32) + jnp.asarray(noise_scale, dtype=jnp.float32) * noise,
+        gate_logits.astype(wide) + jnp.asarray(noise_scale, dtype=wide) * noise,
         num_selected,
         renormalize=renormalize,
         mask=mask,
@@ -222,6 +224,8 @@ def hash_routing(
     Reference: Roller et al. 2021 (arXiv 2106.04426), random hash.
     """
     check_num_selected(num_selected, num_experts)
+    if not jnp.issubdtype(token_ids.dtype, jnp.integer):
+        raise ValueError(f"token_ids has type {token_ids.dtype}; expected integers")
     zeros = jnp.zeros((token_ids.shape[0], num_experts), dtype=jnp.float32)
     opened, mask = open_logits(zeros, mask, expert_mask)
     expert = jnp.arange(num_experts, dtype=jnp.uint32)
@@ -231,7 +235,8 @@ def hash_routing(
     rank_by = (_mix(hashed + _mix(expert + jnp.uint32(1))[None, :]) >> 1).astype(jnp.int32)
     rank_by = jnp.where(jnp.isneginf(opened), jnp.int32(-1), rank_by)
     _, expert_index = jax.lax.top_k(rank_by, num_selected)
-    chosen = jnp.any(expert_index[:, :, None] == jnp.arange(num_experts)[None, None, :], axis=1)
+    experts = jnp.arange(num_experts, dtype=expert_index.dtype)
+    chosen = jnp.any(expert_index[:, :, None] == experts[None, None, :], axis=1)
     gate_logits = jnp.where(chosen | ~mask[:, None], opened, -jnp.inf)
     num_open = jnp.float32(num_selected)
     if expert_mask is not None:

@@ -134,6 +134,15 @@ def test_sinkhorn_weights_and_gradient_are_those_of_top_k_for_the_same_experts()
     jax.tree.map(close, actual, wanted)
 
 
+def test_the_plan_passes_through_shard_map_which_checks_what_varies_over_the_mesh():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    plan = functools.partial(sinkhorn_plan, num_iterations=3)
+    sharded = jax.jit(jax.shard_map(plan, mesh=mesh, in_specs=spec, out_specs=spec))
+    logits = random_logits()
+    np.testing.assert_allclose(sharded(logits), plan_of(logits, 3), rtol=1e-6)
+
+
 @pytest.mark.parametrize("num_iterations", [0, -1])
 def test_a_number_of_iterations_below_1_is_refused(num_iterations):
     with pytest.raises(ValueError) as error:

@@ -4,6 +4,7 @@ import math
 import jax
 import jax.numpy as jnp
 import jax.test_util
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -348,6 +349,25 @@ def test_every_loss_ignores_padding_and_is_0_without_tokens(name):
         assert clean[0] != 0.0 and not np.any(clean[1][~mask])
     value, gradient = loss(gate_logits, index, jnp.zeros(8, bool))
     assert value == 0.0 and not np.any(gradient)
+
+
+@pytest.mark.parametrize("name", ALL_LOSSES)
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (jnp.ones(1, bool), "mask (1,) does not fit: expected (8,)"),
+        (jnp.ones(8), "mask has type float32; expected bool"),
+    ],
+)
+def test_every_loss_refuses_a_mask_that_would_weigh_or_spread(name, mask, message):
+    gate_logits, index = random_logits(8), best(random_logits(8), 2)
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError) as error:
+            ALL_LOSSES[name](gate_logits, index, mask)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    assert str(error.value) == message
 
 
 def test_every_loss_agrees_with_finite_differences():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from moe_jax.core import (
+    ROUTERS,
     Routing,
     SparseMoE,
     routing_metrics,
@@ -525,6 +526,16 @@ def test_every_parameter_is_float32_and_has_its_shape():
             "capacity_factor=1.0 does not apply to router='soft'",
         ),
         ({"router": "hash"}, "token_ids None does not fit: expected (7,)"),
+        ({"hidden_dim": 0}, "hidden_dim=0 must be at least 1"),
+        ({"dtype": jnp.int32}, "dtype=int32 is not a floating-point type"),
+        (
+            {"router_options": {"gate": "cosine", "gate_options": {"projection_dim": 0}}},
+            "projection_dim=0 must be at least 1",
+        ),
+        (
+            {"router_options": {"gate": "hidden_layer", "gate_options": {"hidden_dim": 0}}},
+            "hidden_dim=0 must be at least 1",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_is_compiled(options, message):
@@ -557,6 +568,7 @@ def test_a_mask_of_another_shape_is_refused_even_if_it_could_be_flattened_to_fit
     ("x", "mask", "message"),
     [
         (jnp.ones((), jnp.float32), None, "x () of type float32: expected floats"),
+        (jnp.ones((2, 0)), None, "x (2, 0) of type float32: expected floats"),
         (jnp.ones((2, MODEL)), jnp.ones(2), "mask has type float32; expected bool"),
     ],
 )
@@ -564,6 +576,59 @@ def test_inputs_of_another_type_are_refused(x, mask, message):
     layer = sparse_layer()
     got = refusal(lambda: layer.apply(random_variables(layer), x, mask))
     assert got.startswith(message)
+
+
+def test_token_ids_that_are_no_integers_are_refused():
+    layer = sparse_layer(router="hash")
+    ids = jnp.ones(2, jnp.float32)
+    got = refusal(
+        lambda: layer.apply(random_variables(make("top_k")), jnp.ones((2, 3)), token_ids=ids)
+    )
+    assert got == "token_ids has type float32; expected integers"
+
+
+def test_numpy_arrays_and_lists_do_as_jax_arrays_do():
+    layer = make("top_k")
+    variables = random_variables(layer)
+    x, mask, opened = random_tokens(), EVERY_TOKEN.copy(), EVERY_EXPERT.copy()
+    mask[2] = opened[1] = False
+    want, _ = layer.apply(variables, x, jnp.asarray(mask), expert_mask=jnp.asarray(opened))
+    for array in (np.asarray, np.ndarray.tolist):
+        jaxtyping.config.update("jaxtyping_disable", True)
+        try:
+            values = (array(mask), array(opened))
+            got, _ = layer.apply(variables, np.asarray(x), values[0], expert_mask=values[1])
+        finally:
+            jaxtyping.config.update("jaxtyping_disable", False)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_of_float64_tokens_every_router_makes_float64_in_training_too(router):
+    """Strict promotion, on in all tests, refuses to mix the two types anywhere on the way."""
+    options = {} if router == "hash" else {"jitter": 0.1}
+    layer = sparse_layer(
+        router=router,
+        num_selected=EXPERTS if router == "dense" else SELECTED,
+        router_options=options,
+        dropout_rate=0.1,
+        dtype=jnp.float64,
+    )
+    keys = {name: jax.random.key(0) for name in ("params", "router", "dropout")}
+
+    def train(x, ids):
+        variables = layer.init(keys, x, token_ids=ids)
+        return layer.apply(
+            variables, x, token_ids=ids, deterministic=False, capture=True, rngs=keys
+        )
+
+    with jax.enable_x64(True):
+        for shape in ((2, 3, MODEL), (2, 0, MODEL), (0, 3, MODEL)):
+            x = jax.ShapeDtypeStruct(shape, jnp.float64)
+            ids = jax.ShapeDtypeStruct(shape[:-1], jnp.int64)
+            out, routing = jax.eval_shape(train, x, ids)
+            assert (out.shape, out.dtype) == (shape, jnp.float64)
+            assert routing.combine_weight.dtype == (jnp.float32 if router == "hash" else out.dtype)
 
 
 def refusal(function):

@@ -6,7 +6,7 @@ the future; Sinkhorn assignment does so in training only, where its caller asks 
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.capacity import check_capacity
 from moe_jax.core.routing import (
@@ -24,6 +24,7 @@ def expert_choice_routing(
     gate_logits: Float[Array, "tokens experts"],
     capacity: int,
     *,
+    num_taken: Int[Array, ""] | None = None,
     mask: Bool[Array, " tokens"] | None = None,
     expert_mask: Bool[Array, " experts"] | None = None,
     axis_names: tuple[str, ...] = (),
@@ -39,6 +40,7 @@ def expert_choice_routing(
     Args:
         gate_logits: scores l.
         capacity: C, tokens an expert takes; the unmasked tokens if they are fewer.
+        num_taken: takes only so many, at most C: data, where the capacity is a shape.
         mask, expert_mask: see `moe_jax.core.token_choice`.
         axis_names: mesh axes that split the tokens, for the losses; each shard chooses by itself.
 
@@ -54,9 +56,12 @@ def expert_choice_routing(
     eligible = mask[:, None] & ~jnp.isnan(log_probability)
     rank_by = jnp.where(eligible, jax.lax.stop_gradient(log_probability), -jnp.inf)
     _, taken = jax.lax.top_k(rank_by.T, min(capacity, num_tokens))
+    is_taken = jnp.ones(taken.shape[1], dtype=jnp.bool_)
+    if num_taken is not None:
+        is_taken = jnp.arange(taken.shape[1], dtype=jnp.int32) < num_taken.astype(jnp.int32)
     expert = jnp.arange(num_experts, dtype=jnp.int32)
     chosen = jnp.zeros((num_tokens, num_experts), dtype=jnp.bool_)
-    chosen = chosen.at[taken, expert[:, None]].set(True)
+    chosen = chosen.at[taken, expert[:, None]].set(is_taken[None, :])
     return make_routing(
         gate_logits,
         every_expert(num_tokens, num_experts),
@@ -88,7 +93,8 @@ def sinkhorn_routing(
         gate_logits: scores l.
         num_selected: K.
         num_iterations: see `sinkhorn_plan`.
-        renormalize, mask, expert_mask, axis_names: see `top_k_routing`.
+        renormalize, mask, expert_mask: see `top_k_routing`.
+        axis_names: mesh axes that split the tokens, for the losses; each shard has its own plan.
 
     Reference: Clark et al. 2022 (arXiv 2202.01169), section 3.2 and appendix B.
     """
@@ -124,8 +130,7 @@ def sinkhorn_plan(
 
     Reference: Cuturi 2013 (arXiv 1306.0895), algorithm 1, in logarithms.
     """
-    if num_iterations < 1:
-        raise ValueError(f"num_iterations={num_iterations} must be at least 1")
+    check_num_iterations(num_iterations)
     gate_logits, mask = open_logits(gate_logits, mask, None)
     is_open = jnp.any(~jnp.isneginf(gate_logits) & mask[:, None], axis=0)
     num_open = jnp.maximum(jnp.sum(is_open, dtype=jnp.float32), 1.0)
@@ -144,24 +149,41 @@ def sinkhorn_plan(
     return jax.nn.log_softmax(gate_logits + v[None, :], axis=1)
 
 
+def check_num_iterations(num_iterations: int) -> None:
+    """Raises ValueError if there is no iteration to do."""
+    if num_iterations < 1:
+        raise ValueError(f"num_iterations={num_iterations} must be at least 1")
+
+
 def update_balance_bias(
     balance_bias: Float[Array, "*layers experts"],
     load: Float[Array, "*layers experts"],
     rate: Float[Array, ""] | float = 1e-3,
+    *,
+    expert_mask: Bool[Array, "*layers experts"] | None = None,
 ) -> Float[Array, "*layers experts"]:
     """Moves each expert's bias by `rate` against its load, then restores the mean of zero.
 
     b_e <- b_e + rate * sign(mean load - load_e), less the mean over e. To be called once an
-    optimiser step, with the load of the whole batch: counts or shares, summed over micro-batches
-    and shards. A load of zero everywhere (no token) changes nothing.
+    optimiser step, with the load of the whole batch: the counts, summed over micro-batches and
+    shards, or the share in their sum. A load of zero everywhere (no token) changes nothing.
 
     Args:
         balance_bias: b of `sigmoid_routing`; no trainable parameter.
-        load: counts or shares of the assignments, see `RoutingMetrics`.
+        load: `counts` or `load` of `RoutingMetrics`. Under a `capacity_factor` both are of what was
+            kept, which hides how far the demand on a full expert goes beyond its capacity.
         rate: step, in units of the sigmoid score.
+        expert_mask: False for a closed expert, whose bias stays and which counts in no mean.
 
     Reference: Wang et al. 2024 (arXiv 2408.15664), algorithm 1; the mean is ours.
     """
-    mean = jnp.mean(load, axis=-1, keepdims=True)
-    moved = balance_bias + jnp.float32(rate) * jnp.sign(mean - load)
-    return moved - jnp.mean(moved, axis=-1, keepdims=True)
+    load = load.astype(jnp.float32)
+    is_open = jnp.ones(load.shape, dtype=jnp.bool_) if expert_mask is None else expert_mask
+    is_open = jnp.broadcast_to(is_open, load.shape)
+    num_open = jnp.maximum(jnp.sum(is_open, axis=-1, keepdims=True, dtype=jnp.float32), 1.0)
+
+    def mean(values: Array) -> Array:
+        return jnp.sum(jnp.where(is_open, values, 0.0), axis=-1, keepdims=True) / num_open
+
+    moved = balance_bias + jnp.float32(rate) * jnp.sign(mean(load) - load)
+    return jnp.where(is_open, moved - mean(moved), balance_bias)

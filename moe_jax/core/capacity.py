@@ -9,7 +9,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from moe_jax.core.permutation import RowOrder
 from moe_jax.core.routing import Routing
@@ -35,6 +36,20 @@ def expert_capacity(
     # Rounding must not raise the capacity: 1.1 * 10 is 11.000000000000002.
     exact = capacity_factor * num_tokens * num_selected / num_experts
     return max(1, math.ceil(exact * (1.0 - 1e-12)))
+
+
+def capacity_of_mask(
+    mask: Bool[Array, " tokens"], num_selected: int, num_experts: int, capacity_factor: float
+) -> Int[Array, ""]:
+    """`expert_capacity` of the tokens that count, as data."""
+    num_tokens = mask.shape[0]
+    largest = expert_capacity(num_tokens, num_selected, num_experts, capacity_factor)
+    count = jnp.sum(mask, dtype=jnp.int32)
+    share = capacity_factor * num_selected / num_experts
+    # Float32 rounding must neither raise it nor move that of a full batch.
+    rounded = jnp.ceil(count.astype(jnp.float32) * jnp.float32(share * (1.0 - 1e-6)))
+    capacity = jnp.clip(rounded.astype(jnp.int32), 1, largest)
+    return jnp.where(count == num_tokens, jnp.int32(largest), capacity)
 
 
 def limit_capacity(routing: Routing, capacity: int, *, priority: str = "position") -> Routing:
@@ -89,7 +104,9 @@ def order_by_capacity(routing: Routing, capacity: int) -> RowOrder:
 
 
 def check_capacity(capacity: int) -> None:
-    """Raises ValueError unless capacity is at least 1."""
+    """Raises ValueError unless capacity is an integer, which a factor is not, and at least 1."""
+    if not isinstance(capacity, int | np.integer):
+        raise ValueError(f"capacity={capacity!r} is not an integer, see expert_capacity")
     if capacity < 1:
         raise ValueError(f"capacity={capacity} must be at least 1")
 

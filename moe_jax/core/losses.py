@@ -35,6 +35,7 @@ def load_balance_loss(
     expert_index: Int[Array, "tokens k"],
     mask: Bool[Array, " tokens"] | None = None,
     *,
+    keep: Bool[Array, "tokens k"] | None = None,
     expert_mask: Bool[Array, " experts"] | None = None,
     axis_names: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
@@ -49,6 +50,7 @@ def load_balance_loss(
         gate_logits: logarithms, up to a constant a token, of the gate's probabilities.
         expert_index: selected experts, in [0, experts).
         mask: tokens that count; all of them if None.
+        keep: assignments that count in f; all of them if None.
         expert_mask: experts that are open; E is their number. All of them if None.
         axis_names: see the module.
 
@@ -61,12 +63,15 @@ def load_balance_loss(
     mean = _token_mean(mask, gate_logits.shape[0], axis_names)
     mean_probability = mean(jax.nn.softmax(clear_masked(gate_logits, mask), axis=-1))
     chosen = jax.nn.one_hot(expert_index, num_experts, dtype=jnp.float32)
+    if keep is not None:
+        chosen = jnp.where(keep[:, :, None], chosen, 0.0)
     load = mean(jnp.mean(chosen, axis=1))
     open_experts = jnp.float32(num_experts)
     if expert_mask is not None:
         open_experts = jnp.sum(expert_mask, dtype=jnp.float32)
         # Closed experts fill the index of a token for which fewer than K are open.
         load = jnp.where(expert_mask, load, 0.0)
+    if keep is not None or expert_mask is not None:
         load = load / jnp.maximum(jnp.sum(load), jnp.finfo(jnp.float32).tiny)
     return open_experts * jnp.sum(jax.lax.stop_gradient(load) * mean_probability)
 
@@ -88,7 +93,9 @@ def sequence_load_balance_loss(
     Raises:
         ValueError: if the tokens do not divide into `num_sequences`.
 
-    Reference: DeepSeek-V3 (arXiv 2412.19437), equations 17-20, up to the weights of the mean.
+    Reference: DeepSeek-V3 (arXiv 2412.19437), equations 17-20, up to the weights of the mean; and
+    where a balance bias steers the selection, f here counts what it selected, there the K largest
+    scores without it.
     """
     num_tokens = gate_logits.shape[0]
     if num_sequences < 1 or num_tokens % num_sequences:
@@ -133,6 +140,7 @@ def importance_loss(
     gate_logits: Float[Array, "tokens experts"],
     mask: Bool[Array, " tokens"] | None = None,
     *,
+    expert_mask: Bool[Array, " experts"] | None = None,
     axis_names: tuple[str, ...] = (),
 ) -> Float[Array, ""]:
     """Squared coefficient of variation of the experts' importance, E sum_e P_e^2 - 1.
@@ -143,6 +151,8 @@ def importance_loss(
     Args:
         gate_logits: scores before the softmax.
         mask: tokens that count; all of them if None.
+        expert_mask: experts that are open, with logits of -inf for the others; E is their number.
+            All of them if None.
         axis_names: see the module.
 
     Reference: Shazeer et al. 2017 (arXiv 1701.06538), equations 6-7, which sum the sparse gates;
@@ -152,8 +162,11 @@ def importance_loss(
     probability = mean(jax.nn.softmax(clear_masked(gate_logits, mask), axis=-1))
     total = jnp.sum(probability)
     # total is 1 up to rounding, which would otherwise be all that is left near balance.
-    share = probability / jnp.where(total > 0, total, 1.0) - 1.0 / gate_logits.shape[-1]
-    variation = jnp.float32(gate_logits.shape[-1]) * jnp.sum(jnp.square(share))
+    if expert_mask is None:
+        expert_mask = jnp.ones(gate_logits.shape[-1], dtype=jnp.bool_)
+    num_open = jnp.maximum(jnp.sum(expert_mask, dtype=jnp.float32), 1.0)
+    share = probability / jnp.where(total > 0, total, 1.0) - 1.0 / num_open
+    variation = num_open * jnp.sum(jnp.square(share), where=expert_mask)
     return jnp.where(total > 0, variation, 0.0)
 
 
@@ -187,8 +200,10 @@ def clear_masked(
     """Casts to `dtype` and zeroes masked rows, whose NaN would survive a product with weight 0.
 
     Raises:
-        ValueError: if the mask is not boolean or does not fit.
+        ValueError: if the logits are no matrix, or the mask is not boolean or does not fit.
     """
+    if gate_logits.ndim != 2:
+        raise ValueError(f"gate_logits {gate_logits.shape}: expected [tokens, experts]")
     gate_logits = gate_logits.astype(dtype)
     if mask is None:
         return gate_logits

@@ -10,8 +10,12 @@ import jax.numpy as jnp
 from flax.core import FrozenDict
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.balanced import expert_choice_routing, sinkhorn_routing
-from moe_jax.core.capacity import expert_capacity
+from moe_jax.core.balanced import (
+    check_num_iterations,
+    expert_choice_routing,
+    sinkhorn_routing,
+)
+from moe_jax.core.capacity import capacity_of_mask, expert_capacity
 from moe_jax.core.gates import GATES, STATE
 from moe_jax.core.precision import wide_type
 from moe_jax.core.routing import Routing, check_num_selected
@@ -183,7 +187,7 @@ class SigmoidRouter(Router):
 
 
 class ExpertChoiceRouter(Router):
-    """`expert_choice_routing` with a capacity of capacity_factor T K / E tokens an expert.
+    """`expert_choice_routing` of capacity_factor T K / E tokens an expert, T without padding.
 
     Attributes:
         capacity_factor: see `expert_capacity`.
@@ -194,7 +198,7 @@ class ExpertChoiceRouter(Router):
     looks_ahead: ClassVar[bool] = True
 
     def capacity(self, num_tokens: int) -> int:
-        """Tokens an expert takes."""
+        """Tokens an expert takes where none is padding."""
         return expert_capacity(
             num_tokens, self.num_selected, self.num_experts, self.capacity_factor
         )
@@ -204,7 +208,14 @@ class ExpertChoiceRouter(Router):
     ) -> Routing:
         """See `Router`."""
         capacity = self.capacity(tokens.shape[0])
-        return expert_choice_routing(self.score(tokens, deterministic), capacity, **masks)
+        mask, num_taken = masks["mask"], None
+        if mask is not None:
+            num_taken = capacity_of_mask(
+                mask, self.num_selected, self.num_experts, self.capacity_factor
+            )
+        return expert_choice_routing(
+            self.score(tokens, deterministic), capacity, num_taken=num_taken, **masks
+        )
 
 
 class SinkhornRouter(Router):
@@ -221,6 +232,7 @@ class SinkhornRouter(Router):
         self, tokens: Array, token_ids: Array | None, deterministic: bool, masks: dict[str, Any]
     ) -> Routing:
         """See `Router`."""
+        check_num_iterations(self.num_iterations)
         gate_logits = self.score(tokens, deterministic)
         options = {"renormalize": self.renormalize, **masks}
         if deterministic:

@@ -52,14 +52,17 @@ class RoutingMetrics:
     """Summary of a layer's routing; leading axes are those in front of the record's fields.
 
     Attributes:
+        counts: int32[experts], kept assignments of each expert.
         load: float32[experts], share of the kept assignments each expert received; sums to 1, or to
             0 if none is kept.
         balance: float32[], largest load over mean load: 1 at perfect balance, experts / k at worst
             if nothing is dropped; 0 if no assignment is kept.
         entropy: float32[], mean entropy of the gate's softmax in nats, at most log(experts).
-        dropped: float32[], share of the unmasked tokens' assignments that were not kept.
+        dropped: float32[], share of the unmasked tokens' assignments that were not kept; of all
+            experts a token for the routers with k = experts.
     """
 
+    counts: Array
     load: Array
     balance: Array
     entropy: Array
@@ -101,7 +104,13 @@ def make_routing(
         keep=keep,
         mask=mask,
         load_balance_loss=load_balance_loss(
-            gate_logits, expert_index, mask, expert_mask=expert_mask, axis_names=axis_names
+            gate_logits,
+            expert_index,
+            mask,
+            # A closed expert or group may fill the index of a token that has fewer than K.
+            keep=keep,
+            expert_mask=expert_mask,
+            axis_names=axis_names,
         ),
         router_z_loss=router_z_loss(
             gate_logits if z_logits is None else z_logits, mask, axis_names=axis_names
@@ -119,14 +128,13 @@ def open_logits(
     Raises:
         ValueError: if a mask is not boolean or does not fit.
     """
-    num_tokens, num_experts = gate_logits.shape
-    if num_experts < 1:
+    if gate_logits.shape[-1] < 1:
         raise ValueError(f"gate_logits {gate_logits.shape} must score at least one expert")
     if mask is None:
-        mask = jnp.ones(num_tokens, dtype=jnp.bool_)
+        mask = jnp.ones(gate_logits.shape[0], dtype=jnp.bool_)
     gate_logits = clear_masked(gate_logits, mask, wide_type(gate_logits.dtype))
     if expert_mask is not None:
-        check_mask("expert_mask", expert_mask, num_experts)
+        check_mask("expert_mask", expert_mask, gate_logits.shape[-1])
         # With every expert closed the logits stay finite; nothing is kept all the same.
         closed = ~expert_mask & jnp.any(expert_mask)
         gate_logits = jnp.where(closed[None, :], -jnp.inf, gate_logits)
@@ -176,10 +184,12 @@ def routing_metrics(routing: Routing, *, axis_names: tuple[str, ...] = ()) -> Ro
         load = kept / jnp.maximum(jnp.sum(kept), 1.0)
         wanted = num_wanted.astype(jnp.float32)
         return RoutingMetrics(
+            counts=counts,
             load=load,
             balance=jnp.max(load) * jnp.float32(num_experts),
             entropy=gate_entropy(routing.gate_logits, routing.mask, axis_names=axis_names),
-            dropped=jnp.where(wanted > 0, 1.0 - jnp.sum(kept) / jnp.maximum(wanted, 1.0), 0.0),
+            # Of integers, so that nothing dropped is 0 and not a rounding error.
+            dropped=(num_wanted - jnp.sum(counts)).astype(jnp.float32) / jnp.maximum(wanted, 1.0),
         )
 
     for _ in range(routing.gate_logits.ndim - 2):

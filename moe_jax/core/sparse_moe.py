@@ -56,9 +56,11 @@ class SparseMoE(nn.Module):
         router: a key of `ROUTERS`.
         router_options: attributes of that router, its gate among them.
         capacity_factor: None drops nothing. A number lets each expert answer at most
-            `expert_capacity` assignments.
+            `expert_capacity` assignments, counted over all tokens, whose padding leaves room to the
+            others, and over those of one shard inside `shard_map`.
         capacity_priority: which assignments stay, see `limit_capacity`.
-        activation, gated, dropout_rate, dtype, down_scale, implementation: see `ExpertFFN`.
+        activation, gated, dropout_rate, dtype, down_scale, implementation: see `ExpertFFN`; shared
+            experts have no dropout.
     """
 
     num_experts: int
@@ -200,6 +202,7 @@ class SparseMoE(nn.Module):
         if self.capacity_factor is not None and chooses_tokens:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} does not apply to router={self.router!r}"
+                + ("; set it in router_options" if self.router == "expert_choice" else "")
             )
 
     def _lay_out(self, router: nn.Module, routing: Routing) -> tuple[Routing, RowOrder, bool]:
@@ -290,7 +293,7 @@ def _assignment_of_row(order: RowOrder) -> Array:
 
 
 def _norm_of_assignment(rows: Array, order: RowOrder, routing: Routing) -> Array:
-    norm = jnp.sqrt(jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=-1))
+    norm = _norm(rows.astype(jnp.float32))
     norm = norm.at[order.row_of_assignment].get(mode="fill", fill_value=0.0)
     return jnp.where(routing.keep, norm, 0.0)
 
@@ -306,5 +309,12 @@ def _norm_of_slots(answers: Array, weights: SoftWeights, routing: Routing) -> Ar
     combine_weight = weights.combine.astype(jnp.float32).reshape(split)
     added = jnp.einsum("ntep,nepd->nted", combine_weight, answers)
     total = routing.combine_weight.astype(jnp.float32)
-    norm = jnp.sqrt(jnp.sum(jnp.square(added), axis=-1)) / jnp.where(total > 0, total, 1.0)
+    norm = _norm(added) / jnp.where(total > 0, total, 1.0)
     return jnp.where(routing.keep & (total > 0), norm, 0.0)
+
+
+def _norm(values: Array) -> Array:
+    """Euclidean norm over the last axis, with derivative 0 at 0; an empty row is one."""
+    square = jnp.sum(jnp.square(values), axis=-1)
+    is_zero = square == 0
+    return jnp.where(is_zero, 0.0, jnp.sqrt(jnp.where(is_zero, 1.0, square)))

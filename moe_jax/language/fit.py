@@ -17,7 +17,6 @@ from moe_jax.core import (
     update_balance_bias,
 )
 from moe_jax.core.gates import STATE
-from moe_jax.core.routing import expert_counts
 from moe_jax.language.config import LanguageModelConfig
 from moe_jax.language.model import LanguageModel, layer_runs
 from moe_jax.training.step import LossFunction
@@ -89,9 +88,7 @@ def make_loss_function(
             loss = loss + config.importance_weight * jnp.mean(importance)
         metrics |= {"load_balance_loss": balance, "router_z_loss": z_loss}
         metrics |= dataclasses.asdict(routing_metrics(routing))
-        num_experts = model.config.num_experts
-        counts = jax.vmap(lambda index, keep: expert_counts(index, keep, num_experts))
-        totals = {"expert_counts": counts(routing.expert_index, routing.keep)}
+        totals = {"expert_counts": metrics.pop("counts")}
         return loss * share, (metrics, totals)
 
     return loss_function

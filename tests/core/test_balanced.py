@@ -55,6 +55,12 @@ def test_expert_choice_agrees_with_a_loop_and_has_equal_load(capacity):
         np.testing.assert_array_equal(np.sum(routing.keep, axis=0), [min(capacity, 8)] * 4)
 
 
+def test_experts_take_no_more_than_asked_of_the_best_tokens():
+    logits = random_logits()
+    fewer = jax.jit(expert_choice_routing, static_argnums=1)(logits, 5, num_taken=jnp.int32(2))
+    np.testing.assert_array_equal(fewer.keep, choose(logits, 2).keep)
+
+
 def test_expert_choice_takes_the_unmasked_tokens_if_they_are_fewer_than_its_capacity():
     mask = jnp.array([True, False, True, False, False, False, True, False])
     routing = choose(random_logits(), 5, mask=mask)
@@ -169,6 +175,19 @@ def test_equal_load_and_no_load_leave_the_bias():
     bias = jnp.array([0.1, -0.3, 0.2])
     for load in (jnp.zeros(3), jnp.full(3, 7.0), jnp.full(3, 1.0 / 3.0)):
         np.testing.assert_allclose(update(bias, load), bias, atol=1e-7)
+
+
+def test_a_closed_expert_keeps_its_bias_and_counts_in_no_mean():
+    opened = jnp.array([True, True, True, False])
+    load = jnp.array([0.4, 0.3, 0.3, 0.0])
+    bias = jnp.array([0.0, 0.0, 0.0, 0.2])
+    # Mean load of the open 1/3: signs -1, +1, +1; moved 0.1 * sign, mean 0.1 / 3.
+    moved = update_balance_bias(bias, load, 0.1, expert_mask=opened)
+    np.testing.assert_allclose(moved, [-4 / 30, 2 / 30, 2 / 30, 0.2], rtol=1e-5)
+    alone = update_balance_bias(bias[:3], load[:3], 0.1)
+    np.testing.assert_allclose(moved[:3], alone, rtol=1e-6)
+    none = update_balance_bias(bias, load, 0.1, expert_mask=jnp.zeros(4, bool))
+    np.testing.assert_array_equal(none, bias)
 
 
 def test_bias_keeps_a_mean_of_0_over_many_updates():

@@ -2,6 +2,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from moe_jax.core import (
     sort_by_expert,
     top_k_routing,
 )
+from moe_jax.core.capacity import capacity_of_mask
 from tests.core import reference
 
 TOKENS, EXPERTS, SELECTED, MODEL = 12, 4, 2, 3
@@ -240,3 +242,20 @@ def test_passes_through_vmap(priority):
     for number, routing in enumerate(routings):
         wanted = limit(routing, 3, priority=priority)
         np.testing.assert_array_equal(together.keep[number], wanted.keep)
+
+
+def test_a_factor_in_place_of_a_capacity_is_refused():
+    routing = random_routing()
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError, match="capacity=1.25 is not an integer"):
+            limit_capacity(routing, 1.25)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.1, 2.0])
+def test_the_capacity_of_a_mask_is_that_of_as_many_tokens(factor):
+    for count in range(41):
+        wanted = expert_capacity(count, 2, 4, factor)
+        assert capacity_of_mask(jnp.arange(40) < count, 2, 4, factor) == wanted

@@ -162,7 +162,7 @@ def kept_assignments(layer, logits, experts, mask):
     """{(token, place)} of the assignments that an expert answers."""
     real = [token for token in range(TOKENS) if mask[token]]
     if layer.router == "expert_choice":
-        capacity = expert_capacity(TOKENS, layer.num_selected, layer.num_experts, 1.0)
+        capacity = expert_capacity(len(real), layer.num_selected, layer.num_experts, 1.0)
         probability = np.array([softmax(row) for row in logits])
         kept = set()
         for expert in range(layer.num_experts):

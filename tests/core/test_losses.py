@@ -387,3 +387,34 @@ def test_every_loss_agrees_with_finite_differences():
         rtol=1e-3,
         atol=1e-3,
     )
+
+
+def test_importance_loss_over_open_experts_is_that_of_a_gate_without_the_closed_ones():
+    gate_logits, expert_mask = random_logits(), jnp.array([True, False, True, True])
+    closed = jnp.where(expert_mask[None], gate_logits, -jnp.inf)
+    loss = importance_loss(closed, expert_mask=expert_mask)
+    assert loss == pytest.approx(
+        float(importance_loss(gate_logits[:, np.array([0, 2, 3])])), rel=1e-5
+    )
+    uniform = jnp.where(expert_mask[None], 0.0, -jnp.inf) * jnp.ones((5, 1))
+    assert importance_loss(uniform, expert_mask=expert_mask) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_balance_loss_counts_the_assignments_that_are_kept():
+    gate_logits, index = random_logits(6), best(random_logits(6), 2)
+    keep = jnp.ones((6, 2), bool).at[4:].set(False)
+    load = np.bincount(np.asarray(index)[:4].reshape(-1), minlength=4) / 8
+    probability = np.asarray(jax.nn.softmax(gate_logits, axis=-1)).mean(axis=0)
+    loss = load_balance_loss(gate_logits, index, keep=keep)
+    assert loss == pytest.approx(4 * float(load @ probability), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [router_z_loss, importance_loss, gate_entropy])
+def test_scores_that_are_no_matrix_are_refused(loss):
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(ValueError) as error:
+            loss(jnp.zeros((2, 5, 4)))
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    assert str(error.value) == "gate_logits (2, 5, 4): expected [tokens, experts]"

@@ -121,6 +121,30 @@ def test_a_small_capacity_is_neither_none_nor_unlimited(factor):
     np.testing.assert_array_equal(routing.keep, [[True], [False], [False]])
 
 
+# Capacity from the padded length lets every expert take more, the longer the padding.
+def test_padding_does_not_raise_the_capacity_of_expert_choice():
+    layer = make(router="expert_choice", router_options={"capacity_factor": 1.0})
+    x = random_tokens(6)
+    out, routing = forward(layer, variables_of(layer), x)
+    mask = np.arange(16) < 6
+    padded = jnp.zeros((16, MODEL)).at[:6].set(x)
+    out_padded, routing_padded = forward(layer, variables_of(layer), padded, jnp.asarray(mask))
+    np.testing.assert_array_equal(routing_padded.keep[:6], routing.keep)
+    np.testing.assert_allclose(out_padded[:6], out, rtol=1e-5, atol=1e-6)
+
+
+# The norm of an empty row has no derivative; sqrt makes it NaN.
+def test_norms_of_empty_rows_have_a_finite_gradient():
+    layer = make(capacity_factor=1.0)
+    variables = variables_of(layer)
+
+    def total(variables, x):
+        return jnp.sum(layer.apply(variables, x, capture=True)[1].output_norm)
+
+    gradient = jax.jit(jax.grad(total))(variables, random_tokens(8).at[0].set(0.0))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+
+
 # A capacity passed as capacity factor allocates 1 TB (megablocks PR #125).
 def test_a_capacity_passed_as_a_factor_is_refused():
     with pytest.raises(ValueError, match=r"capacity_factor=512.0 is not in \(0, 2\]"):

@@ -66,7 +66,7 @@ ROUTE = {
         num_selected_groups=1,
         scale=2.0,
     ),
-    "expert_choice": functools.partial(expert_choice_routing, capacity=8),  # 1.5 * 10 * 2 / 4
+    "expert_choice": functools.partial(expert_choice_routing, capacity=7),  # ceil(1.5 * 9 * 2 / 4)
     "sinkhorn": functools.partial(top_k_routing, num_selected=SELECTED),
     "dense": dense_routing,
 }

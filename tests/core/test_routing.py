@@ -420,9 +420,19 @@ def test_entropy_of_a_certain_gate_is_0():
 def test_metrics_of_a_layer_where_no_token_counts_are_0():
     metrics = run("top_k", random_logits(), np.zeros(TOKENS, bool))[1]
     wanted = RoutingMetrics(
-        load=jnp.zeros(EXPERTS), balance=jnp.zeros(()), entropy=jnp.zeros(()), dropped=jnp.zeros(())
+        counts=jnp.zeros(EXPERTS, jnp.int32),
+        load=jnp.zeros(EXPERTS),
+        balance=jnp.zeros(()),
+        entropy=jnp.zeros(()),
+        dropped=jnp.zeros(()),
     )
     jax.tree.map(np.testing.assert_array_equal, metrics, wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 24, 50, 100, 384])
+def test_nothing_dropped_is_0_exactly(num_tokens):
+    metrics = summarize(route(random_logits(num_tokens), 2))
+    assert metrics.dropped == 0.0 and np.sum(metrics.counts) == 2 * num_tokens
 
 
 def test_counts_neither_saturate_nor_wrap():

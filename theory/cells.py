@@ -1,0 +1,119 @@
+"""How well a gate's cells match a known partition, and whether experts specialise on them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from theory.network import Network, lift
+
+
+def purity(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " points"]) -> float:
+    """Share of the points whose label is the commonest of their cell; the largest label's at worst.
+
+    Finer cells are never less pure: report the number of cells, or `adjusted_rand`, with it.
+    """
+    table = _contingency(selection, labels)
+    return float(table.max(axis=1).sum() / table.sum())
+
+
+def adjusted_rand(
+    selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " points"]
+) -> float:
+    """Agreement of two partitions over pairs of points, 1 if equal and 0 on average by chance.
+
+    Reference: Hubert and Arabie 1985, Comparing partitions.
+    """
+    table = _contingency(selection, labels)
+
+    def pairs(counts: np.ndarray) -> float:
+        counts = counts.astype(np.float64)
+        return float(np.sum(counts * (counts - 1)) / 2)
+
+    together, rows, columns = pairs(table), pairs(table.sum(axis=1)), pairs(table.sum(axis=0))
+    expected = rows * columns / pairs(table.sum(keepdims=True))
+    largest = (rows + columns) / 2
+    return 1.0 if largest == expected else (together - expected) / (largest - expected)
+
+
+def tie_mass(gate_logits: Float[np.ndarray, "points experts"], width: float) -> float:
+    """Share of the points whose two largest scores differ by at most `width`."""
+    if gate_logits.shape[1] < 2:
+        raise ValueError(f"gate_logits {gate_logits.shape} must score at least two experts")
+    top = np.partition(gate_logits, -2, axis=1)[:, -2:]
+    return float(np.mean(top[:, 1] - top[:, 0] <= width))
+
+
+class Specialisation(NamedTuple):
+    """How much worse experts do outside their own cell.
+
+    Attributes:
+        loss: float64[experts, cells], mean squared error of expert e forced on cell c; NaN for an
+            empty cell.
+        margin: mean of the off-diagonal less that of the diagonal, over cells with points.
+    """
+
+    loss: np.ndarray
+    margin: float
+
+
+def specialisation(
+    answers: Float[np.ndarray, "experts points outputs"],
+    y: Float[np.ndarray, "points outputs"],
+    selection: Int[np.ndarray, " points"],
+) -> Specialisation:
+    """The matrix of every expert's loss on every expert's cell.
+
+    Args:
+        answers: of each expert on all points, see `forced_answers`.
+        y: the target.
+        selection: whose cell each point lies in.
+
+    Raises:
+        ValueError: if the shapes disagree or there is one expert only.
+    """
+    num_experts = len(answers)
+    if num_experts < 2 or answers.shape[1:] != y.shape or selection.shape != y.shape[:1]:
+        raise ValueError(
+            f"answers {answers.shape}, y {y.shape} and selection {selection.shape} disagree: "
+            "expected [experts > 1, points, outputs], [points, outputs], [points]"
+        )
+    square = np.mean((answers - y[None]) ** 2, axis=2)
+    loss = np.full((num_experts, num_experts), np.nan)
+    for cell in np.unique(selection):
+        loss[:, cell] = square[:, selection == cell].mean(axis=1)
+    own = np.eye(num_experts, dtype=bool)
+    return Specialisation(loss, float(np.nanmean(loss[~own]) - np.nanmean(loss[own])))
+
+
+def forced_answers(
+    network: Network, x: Float[np.ndarray, "points D"]
+) -> Float[np.ndarray, "experts points outputs"]:
+    """Answers of each expert on all points, whatever the gate says, by closing the others.
+
+    Raises:
+        ValueError: unless the network is a single layer.
+    """
+    if len(network.layers) != 1:
+        raise ValueError(f"network has {len(network.layers)} layers; expected 1")
+    (layer,), (variables,) = network.layers, network.params
+    answers = []
+    with jax.enable_x64(True):
+        tokens = jnp.asarray(lift(x, network.model_dim))
+        for e in range(layer.num_experts):
+            is_open = jnp.arange(layer.num_experts) == e
+            out, _ = layer.apply(variables, tokens, expert_mask=is_open)
+            answers.append(np.asarray(out)[:, 1 : 1 + network.output_dim])
+    return np.stack(answers)
+
+
+def _contingency(selection: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    if selection.shape != labels.shape or not len(labels):
+        raise ValueError(f"selection {selection.shape} and labels {labels.shape} disagree")
+    _, row = np.unique(selection, return_inverse=True)
+    _, column = np.unique(labels, return_inverse=True)
+    table = np.zeros((row.max() + 1, column.max() + 1), int)
+    np.add.at(table, (row, column), 1)
+    return table

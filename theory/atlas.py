@@ -21,6 +21,9 @@ MIN_COSINE = 0.05
 NUM_CHECKED = 2_000
 """Points of the sample on which a new atlas is checked."""
 
+NUM_SPREAD = 20_000
+"""Points of the sample among which centres are chosen."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Charts:
@@ -67,7 +70,7 @@ def voronoi_atlas(
     num_charts: int | None = None,
     *,
     center_params: Float[np.ndarray, "charts p"] | None = None,
-    num_sample: int = 50_000,
+    num_sample: int = 100_000,
 ) -> Atlas:
     """Charts on the Voronoi cells of evenly spread centres, or of given ones.
 
@@ -92,15 +95,17 @@ def voronoi_atlas(
     sample = manifold.native(params)
     if center_params is None:
         assert num_charts is not None
-        if not 1 <= num_charts <= num_sample:
-            raise ValueError(f"num_charts={num_charts} is not in [1, num_sample={num_sample}]")
-        center_params = params[spread_points(sample, num_charts)]
+        most = min(num_sample, NUM_SPREAD)
+        if not 1 <= num_charts <= most:
+            raise ValueError(f"num_charts={num_charts} is not in [1, {most}], the points to choose")
+        center_params = params[spread_points(sample[:most], num_charts)]
     centers = manifold.native(center_params)
     tangents = tangent_bases(manifold, center_params)
     chart = nearest(sample, centers)
     coords = np.einsum("nk,nkd->nd", sample - centers[chart], tangents[chart])
     probe = manifold.native(manifold.sample_params(probe_key, num_sample))
     # A cell may reach past its outermost sample point by a whole gap; a probe sees half of one.
+    # Many points, for a box much larger than its cell needs nodes where the manifold has folded.
     padding = 2 * spatial.cKDTree(sample).query(probe)[0].max()
     num = len(centers)
     low = np.full((num, manifold.dim), np.inf)
@@ -177,7 +182,7 @@ def preimages(
     chart: Int[np.ndarray, " points"],
     coords: Float[np.ndarray, "points d"],
     *,
-    num_stages: int = 12,
+    num_stages: int = 6,
 ) -> tuple[Float[np.ndarray, "points p"], Bool[np.ndarray, " points"]]:
     """Parameters whose points have the given chart coordinates, by Newton's method from the centre.
 

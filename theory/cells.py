@@ -1,16 +1,18 @@
 """How well a gate's cells match a known partition, and whether experts specialise on them."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
+from moe_jax.core import SparseMoE
 from theory.network import Network, lift
 
 
-def purity(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " points"]) -> float:
+def purity(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " _"]) -> float:
     """Share of the points whose label is the commonest of their cell; the largest label's at worst.
 
     Finer cells are never less pure: report the number of cells, or `adjusted_rand`, with it.
@@ -19,9 +21,7 @@ def purity(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " poin
     return float(table.max(axis=1).sum() / table.sum())
 
 
-def adjusted_rand(
-    selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " points"]
-) -> float:
+def adjusted_rand(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " _"]) -> float:
     """Agreement of two partitions over pairs of points, 1 if equal and 0 on average by chance.
 
     Reference: Hubert and Arabie 1985, Comparing partitions.
@@ -61,8 +61,8 @@ class Specialisation(NamedTuple):
 
 def specialisation(
     answers: Float[np.ndarray, "experts points outputs"],
-    y: Float[np.ndarray, "points outputs"],
-    selection: Int[np.ndarray, " points"],
+    y: Float[np.ndarray, "_ _"],
+    selection: Int[np.ndarray, " _"],
 ) -> Specialisation:
     """The matrix of every expert's loss on every expert's cell.
 
@@ -102,11 +102,17 @@ def forced_answers(
     answers = []
     with jax.enable_x64(True):
         tokens = jnp.asarray(lift(x, network.model_dim))
+        variables = jax.tree.map(jnp.asarray, variables)
         for e in range(layer.num_experts):
-            is_open = jnp.arange(layer.num_experts) == e
-            out, _ = layer.apply(variables, tokens, expert_mask=is_open)
+            out = _apply_open(layer, variables, tokens, jnp.arange(layer.num_experts) == e)
             answers.append(np.asarray(out)[:, 1 : 1 + network.output_dim])
     return np.stack(answers)
+
+
+@partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def _apply_open(layer: SparseMoE, variables: Any, tokens: Array, is_open: Array) -> Array:
+    answer: Any = layer.apply(variables, tokens, expert_mask=is_open)
+    return answer[0]
 
 
 def _contingency(selection: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from theory.experts import triangle
 def fit_charts(
     key: Key[Array, ""],
     x: Float[np.ndarray, "points D"],
-    y: Float[np.ndarray, "points outputs"],
+    y: Float[np.ndarray, "_ outputs"],
     *,
     dim: int,
     num_charts: int,

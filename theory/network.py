@@ -57,8 +57,8 @@ class Answer(NamedTuple):
 
 def moe_layer(
     kernel: Float[np.ndarray, "model experts"],
-    up: Float[np.ndarray, "experts model hidden"],
-    down: Float[np.ndarray, "experts hidden model"],
+    up: Float[np.ndarray, "_ _ hidden"],
+    down: Float[np.ndarray, "_ _ _"],
 ) -> tuple[SparseMoE, Mapping[str, Any]]:
     """A top-1 `SparseMoE` and its variables, from the gate's and the experts' matrices.
 
@@ -138,7 +138,8 @@ def apply_network(
     return Answer(np.concatenate(answers), np.concatenate(selections))
 
 
-@partial(jax.jit, static_argnums=0)
+# A shape runs a few times only: to compile it in half the time is worth more than its speed.
+@partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def _apply_layer(
     layer: SparseMoE, variables: Any, tokens: Float[Array, "points model"]
 ) -> tuple[Float[Array, "points model"], Int[Array, " points"]]:

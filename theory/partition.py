@@ -118,7 +118,7 @@ def partition_of_unity(
 
 def misassigned(
     x: Float[np.ndarray, "points D"],
-    selection: Int[np.ndarray, " points"],
+    selection: Int[np.ndarray, " _"],
     centers: Float[np.ndarray, "charts D"],
     radius: float,
 ) -> float:

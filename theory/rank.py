@@ -41,7 +41,7 @@ def effective_rank(
 
 def local_dimension(
     x: Float[np.ndarray, "points D"],
-    selection: Int[np.ndarray, " points"],
+    selection: Int[np.ndarray, " _"],
     *,
     explained: float = 0.95,
 ) -> Int[np.ndarray, " cells"]:

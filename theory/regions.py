@@ -31,8 +31,8 @@ class SegmentRegions:
 
 def linear_regions_on_segment(
     network: Network,
-    start: Float[np.ndarray, " D"],
-    end: Float[np.ndarray, " D"],
+    start: Float[np.ndarray, " _"],
+    end: Float[np.ndarray, " _"],
     *,
     max_events: int = 100_000,
 ) -> SegmentRegions:

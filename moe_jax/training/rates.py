@@ -58,7 +58,7 @@ class FloorFit:
 
 def fit_rate(
     widths: Float[np.ndarray, " widths"],
-    errors: Float[np.ndarray, "seeds widths"] | Float[np.ndarray, " widths"],
+    errors: Float[np.ndarray, "seeds _"] | Float[np.ndarray, " _"],
     *,
     confidence: float = 0.95,
     num_bootstrap: int = 1000,
@@ -104,7 +104,7 @@ def fit_rate(
 
 def local_slopes(
     widths: Float[np.ndarray, " widths"],
-    errors: Float[np.ndarray, "seeds widths"] | Float[np.ndarray, " widths"],
+    errors: Float[np.ndarray, "seeds _"] | Float[np.ndarray, " _"],
 ) -> Float[np.ndarray, " pairs"]:
     """Slopes of log error, averaged over seeds, between neighbouring widths."""
     y = np.log(np.atleast_2d(errors)).mean(axis=0)
@@ -128,7 +128,7 @@ def equivalent(fit: RateFit, theory: float, margin: float, *, level: float = 0.0
 
 def fit_floor(
     widths: Float[np.ndarray, " widths"],
-    errors: Float[np.ndarray, "seeds widths"] | Float[np.ndarray, " widths"],
+    errors: Float[np.ndarray, "seeds _"] | Float[np.ndarray, " _"],
     *,
     confidence: float = 0.95,
 ) -> FloorFit:
@@ -156,26 +156,37 @@ def fit_floor(
         found = optimize.least_squares(residuals, np.array([intercept, slope]))
         return 2 * float(found.cost), found.x
 
-    grid = np.concatenate([[0.0], least * np.geomspace(1e-3, 1.0, 61)])
+    grid = np.concatenate([[0.0], least * np.geomspace(1e-3, 2.0, 25)])
     cost = np.array([profile(floor)[0] for floor in grid])
     best = int(np.argmin(cost))
     around = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-    refined = optimize.minimize_scalar(lambda f: profile(f)[0], bounds=around, method="bounded")
+    refined = optimize.minimize_scalar(
+        lambda floor: profile(floor)[0],
+        bounds=around,
+        method="bounded",
+        options={"xatol": 1e-4 * least},
+    )
     floor, smallest = (
         (float(refined.x), float(refined.fun))
         if refined.fun < cost[best]
-        else (grid[best], cost[best])
+        else (float(grid[best]), float(cost[best]))
     )
     _, line = profile(floor)
-    # Twice the drop of the log-likelihood, with the variance at its own maximum for each floor.
-    drop = y.size * np.log(np.maximum(cost, 1e-300) / max(smallest, 1e-300))
-    inside = grid[drop <= stats.chi2.ppf(confidence, 1)]
-    low, high = (inside.min(), inside.max()) if len(inside) else (floor, floor)
+
+    def excess(floor: float) -> float:
+        # Twice the drop of the log-likelihood, the variance at its own maximum for each floor.
+        ratio = max(profile(floor)[0], 1e-300) / max(smallest, 1e-300)
+        return y.size * float(np.log(ratio)) - float(stats.chi2.ppf(confidence, 1))
+
+    ends = [0.0, float(grid[-1])]
+    for i, end in enumerate(ends):
+        if excess(end) > 0:
+            ends[i] = optimize.brentq(excess, floor, end, xtol=1e-4 * least)
     return FloorFit(
         floor=float(floor),
         scale=float(np.exp(line[0])),
         rate=float(-line[1]),
-        floor_interval=(float(min(low, floor)), float(max(high, floor))),
+        floor_interval=(ends[0], ends[1]),
     )
 
 

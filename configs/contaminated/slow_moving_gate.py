@@ -1,0 +1,24 @@
+"""The experts merge under a gate that moves with x: slower than n^-1/2, but less so.
+
+python -m moe_jax.contaminated.main --config=configs/contaminated/slow_moving_gate.py --workdir=runs/slow_moving_gate
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Returns the configuration."""
+    return ConfigDict(
+        {
+            "study": {
+                "seed": 0,
+                "designs": ("slow_moving_gate",),
+                "sizes": (3162, 7943, 19_953, 50_119, 125_893),
+                "replicates": 60,
+                "start": "truth",
+                "chunk_rows": 200_000,
+                "bootstrap": 2000,
+                "level": 0.95,
+            },
+        }
+    )

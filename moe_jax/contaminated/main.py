@@ -1,0 +1,182 @@
+"""Measures how fast the estimates of contaminated mixtures of experts approach the truth.
+
+python -m moe_jax.contaminated.main --config=configs/contaminated/rates.py --workdir=runs/rates
+
+Fits many simulated data sets of every size of every design that the configuration names, and writes
+tables and figures. Started again with the same command, it goes on where it stopped. Any entry of
+the configuration can be set on the command line: --config.study.replicates=100.
+"""
+
+import json
+import logging as python_logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from moe_jax.contaminated.designs import DESIGNS
+from moe_jax.contaminated.plots import plot_rates
+from moe_jax.contaminated.rates import (
+    RateStudy,
+    SizeFits,
+    assemble_study,
+    fit_size,
+    format_table,
+    slope_table,
+    study_record,
+)
+from moe_jax.contaminated.settings import RateSettings, check_same_study, read_settings
+from moe_jax.training.compilation import keep_compiled_programs
+from moe_jax.training.interrupts import Interrupts, exit_code
+from moe_jax.training.memory import keep_freed_memory
+from moe_jax.training.progress import Progress
+from moe_jax.training.workdir import lock_workdir, prepare_workdir
+
+
+def run_rate_studies(config: Mapping[str, Any], workdir: str | Path) -> int:
+    """Runs the studies of a configuration, from where an earlier run of it stopped.
+
+    Writes to the workdir, each file whole or not at all: `config.json`; `fits/DESIGN_SIZE.json`
+    with the estimates of every replicate so far; and of every design that is complete
+    `DESIGN.json`, `DESIGN.txt` and `figures/DESIGN.png`.
+
+    Returns:
+        The exit status: 0 when all is complete, and also after SIGTERM, which leaves the rest to
+        the next run; 130 after Ctrl-C.
+
+    Raises:
+        ValueError: for a configuration or workdir that cannot be used.
+    """
+    settings = read_settings(config)
+    folder = prepare_workdir(workdir)
+    with Interrupts() as interrupts, lock_workdir(folder):
+        check_same_study(folder, config)
+        _write(folder / "config.json", json.dumps(dict(config), indent=1) + "\n")
+        (folder / "fits").mkdir(exist_ok=True)
+        (folder / "figures").mkdir(exist_ok=True)
+        total = len(settings.designs) * settings.replicates * sum(settings.sizes)
+        with Progress(total, show=("replicates_per_second",)) as progress:
+            before = 0
+            for name in settings.designs:
+                study = _run_design(name, settings, folder, progress, before, interrupts)
+                if study is None:
+                    break
+                before += settings.replicates * sum(settings.sizes)
+                progress.print(_write_results(study, settings, folder))
+        if interrupts.requested is not None:
+            print(f"the fits so far are saved in {folder}; to go on, run the same command again")
+            return exit_code(interrupts.requested)
+    return 0
+
+
+def _run_design(
+    name: str,
+    settings: RateSettings,
+    folder: Path,
+    progress: Progress,
+    before: int,
+    interrupts: Interrupts,
+) -> RateStudy | None:
+    """All fits of one design; None if a signal stopped them."""
+    design = DESIGNS[name]
+    fits = []
+    for size in settings.sizes:
+        path = folder / "fits" / f"{name}_{size}.json"
+        done = SizeFits.from_json(path.read_text()) if path.exists() else None
+        for done in fit_size(
+            jax.random.key(settings.seed),
+            design,
+            size,
+            settings.replicates,
+            start=settings.start,
+            chunk_rows=settings.chunk_rows,
+            done=done,
+        ):
+            _write(path, done.to_json())
+            progress.update(before + size * done.count)
+            if interrupts.requested is not None and done.count < settings.replicates:
+                return None
+        before += size * settings.replicates
+        progress.update(before)
+        if interrupts.requested is not None:
+            return None
+        fits.append(done)
+    return assemble_study(design, fits)
+
+
+def _write_results(study: RateStudy, settings: RateSettings, folder: Path) -> str:
+    slopes = slope_table(study, level=settings.level, num_draws=settings.bootstrap)
+    text = format_table(study, slopes)
+    figure = folder / "figures" / f"{study.design}.png"
+    partial = figure.with_name(f".{figure.name}")
+    plot_rates(study, slopes, partial)
+    partial.replace(figure)
+    _write(folder / f"{study.design}.txt", text + "\n")
+    record = study_record(study, slopes)
+    _write(folder / f"{study.design}.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+    return f"{text}\nfigure: {figure}\n"
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        return _fail(f"unexpected argument {argv[1]!r}")
+    keep_freed_memory()
+    keep_compiled_programs()
+    logging.get_absl_handler().setFormatter(
+        python_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+    )
+    # Absl shows at INFO which accelerators JAX looked for and did not find.
+    python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
+    try:
+        return run_rate_studies(flags.FLAGS.config.to_dict(), flags.FLAGS.workdir)
+    except (ValueError, OSError) as error:
+        logging.debug("raised from here", exc_info=True)
+        return _fail(str(error))
+
+
+def _fail(reason: str) -> int:
+    print(f"error: {reason}", file=sys.stderr)
+    return 1
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(list(argv))
+    # ml_collections raises these for a key the configuration lacks or a file that is not there.
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        sys.exit(_fail(_last_line(error)))
+
+
+def _last_line(error: BaseException) -> str:
+    """What went wrong, according to ml_collections, which may put a whole traceback before it."""
+    reason: Any = error
+    # One raised from another holds it as its argument, and str of a KeyError is a repr.
+    while isinstance(reason, BaseException) and reason.args:
+        reason = reason.args[0]
+    line = str(reason).strip().splitlines()[-1].strip()
+    is_unknown_key = isinstance(error, KeyError | AttributeError)
+    return f"unknown configuration key: {line}" if is_unknown_key else line
+
+
+def run() -> None:
+    """Entry point of the console script."""
+    # Here and not above, where the flags of another program imported into the same process stand.
+    config_flags.DEFINE_config_file("config", None, "Configuration file.")
+    flags.DEFINE_string("workdir", "runs/rates", "Folder for all that the run writes.")
+    flags.mark_flag_as_required("config")
+    app.run(_main, flags_parser=_parse_flags)
+
+
+if __name__ == "__main__":
+    run()

@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from moe_jax.contaminated.experts import GaussianNonlinear
 from moe_jax.contaminated.frozen import FrozenGaussian, FrozenLaplace
+from moe_jax.contaminated.location_scale import GaussianNonlinear
 from moe_jax.contaminated.model import ContaminatedMoE
 
 ROWS = ("beta", "exp_tau", "eta", "nu")

@@ -14,19 +14,18 @@ gate's intercept, 2 for its slope and the expert's intercept, and 1 for slopes a
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Float
+from jaxtyping import Array, Float
 from scipy.special import ndtri
 from scipy.stats import qmc
 
 from moe_jax.contaminated import likelihood
-from moe_jax.contaminated.experts import Multinomial
-from moe_jax.contaminated.layout import flatten, parameter_names
+from moe_jax.contaminated.layout import Family, flatten, parameter_names, unflatten
 from moe_jax.contaminated.model import ContaminatedMoE
 
 # Rows of the quadrature that are held at once.
@@ -72,7 +71,7 @@ def information(
             share = np.asarray(weights, np.float64) / np.sum(weights)
         theta = jnp.asarray(flatten(model.family, dict(params), points.shape[1]))
         for reach in _REACHES:
-            total, mass = _integrate(model, params, theta, points, share, quadrature, reach)
+            total, mass = _integrate(model, theta, points, share, quadrature, reach)
             if abs(mass - 1.0) < 1e-7:
                 return total
     raise ValueError(
@@ -81,82 +80,109 @@ def information(
     )
 
 
+class _Nodes(NamedTuple):
+    """Nodes y and the measure dy of frozen and trainable expert there, all [points, nodes]."""
+
+    y: np.ndarray
+    of_frozen: np.ndarray
+    of_expert: np.ndarray
+
+
 def _integrate(
     model: ContaminatedMoE,
-    params: Mapping[str, ArrayLike],
-    theta: Any,
+    theta: Array,
     points: np.ndarray,
     share: np.ndarray,
     quadrature: int,
     reach: float,
 ) -> tuple[np.ndarray, float]:
     """Information and mass of the density, in blocks of points."""
-    num_params = len(theta)
-    total, mass = np.zeros((num_params, num_params)), 0.0
-    per_point = _nodes(model, params, points[:1], quadrature, reach)[0].size
-    step = max(_BLOCK_ROWS // per_point, 1)
+    total, mass = np.zeros((len(theta), len(theta))), 0.0
+    step = max(_BLOCK_ROWS // _nodes(model, theta, points[:1], quadrature, reach).y.size, 1)
     for first in range(0, len(points), step):
         # The last block is filled up with points of weight 0: one compiled shape.
-        index = np.minimum(np.arange(first, first + step), len(points) - 1)
-        part = np.where(np.arange(first, first + step) < len(points), share[index], 0.0)
-        block = points[index]
-        y, measure = _nodes(model, params, block, quadrature, reach)
-        repeated = np.repeat(block, y.shape[1], axis=0)
-        log_frozen = model.frozen.log_prob(repeated, y.reshape(-1))
-        weight = (part[:, None] * measure).reshape(-1)
-        rows = (jnp.asarray(repeated), jnp.asarray(y.reshape(-1)), jnp.asarray(log_frozen))
-        block_total, block_mass = _outer(model.family, theta, *rows, jnp.asarray(weight))
+        index = np.arange(first, first + step)
+        part = np.where(index < len(points), share[np.minimum(index, len(points) - 1)], 0.0)
+        block = points[np.minimum(index, len(points) - 1)]
+        nodes = _nodes(model, theta, block, quadrature, reach)
+        y, x = nodes.y.reshape(-1), np.repeat(block, nodes.y.shape[1], axis=0)
+        log_frozen = np.asarray(model.frozen.log_prob(x, y), np.float64)
+        measures = [(part[:, None] * m).reshape(-1) for m in (nodes.of_frozen, nodes.of_expert)]
+        arrays = map(jnp.asarray, (x, y, log_frozen, *measures))
+        block_total, block_mass = _outer_product(model.family, theta, *arrays)
         total += np.asarray(block_total)
         mass += float(block_mass)
     return total, mass
 
 
 @partial(jax.jit, static_argnums=0)
-def _outer(family: Any, theta: Any, x: Any, y: Any, log_frozen: Any, weight: Any) -> Any:
+def _outer_product(
+    family: Family,
+    theta: Array,
+    x: Array,
+    y: Array,
+    log_frozen: Array,
+    of_frozen: Array,
+    of_expert: Array,
+) -> tuple[Array, Array]:
     rows = likelihood.make_rows(family, x, y, log_frozen, None)
-    density = weight * jnp.exp(likelihood.row_loglik(family, theta, rows))
+    terms = likelihood.row_terms(family, theta, rows)
+    r = terms.responsibility[0]
+    # (1 - r) p = (1 - w) f0 is integrated by the nodes of the frozen expert, r p = w f by the other's.
+    mass = jnp.exp(terms.loglik) * ((1.0 - r) * of_frozen + r * of_expert)
     scores = likelihood.row_scores(family, theta, rows)
     # Far out in the tails a node may have no density and a score that is not finite.
-    scores = jnp.where(density[:, None] > 0.0, scores, 0.0)
-    return (scores * density[:, None]).T @ scores, jnp.sum(density)
+    scores = jnp.where(mass[:, None] > 0.0, scores, 0.0)
+    return (scores * mass[:, None]).T @ scores, jnp.sum(mass)
 
 
 def _nodes(
-    model: ContaminatedMoE,
-    params: Mapping[str, ArrayLike],
-    points: np.ndarray,
-    quadrature: int,
-    reach: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes y and their measure dy, both [points, nodes], that integrate a density in y.
-
-    The measure of a node of expert k carries k's share of the density there, so that the sum over
-    the nodes of both experts counts everything once.
-    """
-    if isinstance(model.expert, Multinomial):
-        num_classes = model.expert.n_classes
-        y = np.tile(np.arange(num_classes), (len(points), 1))
-        return y, np.ones(y.shape)
-    means, deviations = zip(*_moments(model, params, points), strict=True)
+    model: ContaminatedMoE, theta: Array, points: np.ndarray, quadrature: int, reach: float
+) -> _Nodes:
+    if num_labels := model.family.expert.labels:
+        y = np.tile(np.arange(num_labels, dtype=np.float64), (len(points), 1))
+        return _Nodes(y, np.ones(y.shape), np.ones(y.shape))
+    means, deviations = _moments(model, theta, points)
     base, base_weight = np.polynomial.legendre.leggauss(-(-quadrature // 3))
-    all_y, all_measure = [], []
     limit = np.arcsinh(reach)
-    for own, (mean, deviation) in enumerate(zip(means, deviations, strict=True)):
-        other = np.arcsinh((means[1 - own] - mean) / deviation)
-        inner = np.sort(np.stack([np.zeros_like(other), np.clip(other, -limit, limit)]), axis=0)
-        edges = np.stack([np.full_like(other, -limit), *inner, np.full_like(other, limit)], axis=1)
-        half = 0.5 * np.diff(edges, axis=1)[..., None]
-        middle = 0.5 * (edges[:, 1:] + edges[:, :-1])[..., None]
-        t = (middle + half * base).reshape(len(points), -1)
+    y, measure = [], []
+    for own in (0, 1):
+        mean, deviation = means[own], deviations[own]
+        other = np.clip(np.arcsinh((means[1 - own] - mean) / deviation), -limit, limit)
+        ends = np.full_like(other, limit)
+        breaks = np.sort(np.stack([-ends, np.zeros_like(other), other, ends], axis=1), axis=1)
+        half = 0.5 * np.diff(breaks, axis=1)[..., None]
+        t = (breaks[:, :-1, None] + half * (1.0 + base)).reshape(len(points), -1)
         dt = (half * base_weight).reshape(len(points), -1)
-        y = mean[:, None] + deviation[:, None] * np.sinh(t)
-        all_y.append(y)
-        all_measure.append(deviation[:, None] * np.cosh(t) * dt)
-    y, measure = np.concatenate(all_y, axis=1), np.concatenate(all_measure, axis=1)
-    repeated = np.repeat(points, y.shape[1], axis=0)
-    r = np.asarray(model.responsibilities(dict(params), repeated, y.reshape(-1))).reshape(y.shape)
-    is_frozen = np.arange(y.shape[1]) < all_y[0].shape[1]
-    return y, measure * np.where(is_frozen, 1.0 - r, r)
+        y.append(mean[:, None] + deviation[:, None] * np.sinh(t))
+        measure.append(deviation[:, None] * np.cosh(t) * dt)
+    zeros = np.zeros_like(measure[0])
+    return _Nodes(
+        np.concatenate(y, axis=1),
+        np.concatenate([measure[0], zeros], axis=1),
+        np.concatenate([zeros, measure[1]], axis=1),
+    )
+
+
+def _moments(
+    model: ContaminatedMoE, theta: Array, points: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means and scales of frozen and trainable expert, each [2, points]."""
+    expert = model.family.expert
+    if "log_nu" not in expert.dispersion_names:
+        raise ValueError(f"expert={expert} has no variance nu, which the nodes are spread by")
+    mean, variance = (getattr(model.frozen, name, None) for name in ("mean", "variance"))
+    if mean is None or variance is None:
+        raise ValueError(f"frozen={model.frozen} needs a mean and a variance for the quadrature")
+    params = unflatten(model.family, np.asarray(theta), points.shape[1])
+    design = expert.design(jnp.asarray(points), None)
+    size = expert.location_size(points.shape[1]) + len(expert.dispersion_names)
+    expert_mean = expert.mean(theta[-size:], design)
+    shape = (len(points),)
+    means = [np.broadcast_to(np.asarray(m, np.float64), shape) for m in (mean(points), expert_mean)]
+    variances = np.asarray(variance(points), np.float64), np.exp(params["log_nu"])
+    deviations = [np.broadcast_to(np.sqrt(v), shape) for v in variances]
+    return np.stack(means), np.stack(deviations)
 
 
 def blocks(model: ContaminatedMoE, dim: int) -> dict[str, list[int]]:

@@ -78,12 +78,14 @@ class Custom(Expert):
         optimiser = optax.lbfgs(memory_size=_M_STEP_ITERATIONS)
         value_and_grad = optax.value_and_grad_from_state(loss)
 
-        def iterate(_: int, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        def iterate(_: Any, carry: tuple[Array, Any]) -> tuple[Array, Any]:
             params, state = carry
             value, grad = value_and_grad(params, state=state)
-            updates, state = optimiser.update(
-                grad, state, params, value=value, grad=grad, value_fn=loss
-            )
+            # Optax mixes 32- and 64-bit counters where 64 bits are enabled.
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = optimiser.update(
+                    grad, state, params, value=value, grad=grad, value_fn=loss
+                )
             return optax.apply_updates(params, updates), state
 
         new, _ = jax.lax.fori_loop(0, _M_STEP_ITERATIONS, iterate, (phi, optimiser.init(phi)))

@@ -338,7 +338,7 @@ def _log_df_root(mean_log_u_less_u: Array, old: Array) -> Array:
     half = 0.5 * (old + 1)
     constant = 1 + mean_log_u_less_u + digamma(half) - jnp.log(half)
 
-    def halve(_: int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: Any, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bracket
         middle = 0.5 * (low + high)
         df = jnp.exp(middle)

@@ -140,9 +140,11 @@ def run_lbfgs(
         path, state = carry
         value, gradient = value_and_grad(path.theta, state=state)
         converged = jnp.max(jnp.abs(gradient), initial=0.0) < _GRADIENT_TOLERANCE
-        updates, state = optimiser.update(
-            gradient, state, path.theta, value=value, grad=gradient, value_fn=loss
-        )
+        # Optax mixes 32- and 64-bit counters where 64 bits are enabled.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimiser.update(
+                gradient, state, path.theta, value=value, grad=gradient, value_fn=loss
+            )
         theta = jnp.where(converged, path.theta, optax.apply_updates(path.theta, updates))
         count = path.count + jnp.where(converged, 0, 1)
         new_value = jnp.where(converged, -value, -optax.tree.get(state, "value")) * total

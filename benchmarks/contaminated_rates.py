@@ -2,9 +2,9 @@
 
 python -m benchmarks.contaminated_rates --scenarios=T1,T2,T3,T5,T6,T9
 
-T1 to T3 measure slopes in the paper's experiments (a), (b-i) and (b-ii) as printed, 40 replicates of
-7 sizes from 10^3 to 10^5; T5 the growth of standard deviations as the experts merge; T6 coverage of
-95% intervals; T9 the size of the Monte-Carlo test of no contamination. SLOW1 to SLOW3 are the
+T1 to T3 measure slopes in the paper's experiments (a), (b-i) and (b-ii) as printed, 40 replicates
+of 7 sizes from 10^3 to 10^5; T5 the growth of standard deviations as the experts merge; T6 coverage
+of 95% intervals; T9 the size of the Monte-Carlo test of no contamination. SLOW1 to SLOW3 are the
 designs whose slow rates an exact fit shows. Each prints its figures beside what is accepted, with
 its run time, and is written to the JSON file, where figures of scenarios that are not run stay.
 A quarter of an hour at most each on 2 cores; --quick does each in seconds and accepts nothing.
@@ -42,9 +42,24 @@ from moe_jax.training.memory import keep_freed_memory
 SIZES = (1000, 2154, 4642, 10_000, 21_544, 46_416, 100_000)
 # Slope and tolerance by row of `ROWS`.
 ACCEPTED = {
-    "T1": {"beta": (-0.50, 0.04), "exp_tau": (-0.50, 0.09), "eta": (-0.50, 0.04), "nu": (-0.50, 0.09)},
-    "T2": {"beta": (-0.46, 0.04), "exp_tau": (-0.44, 0.09), "eta": (-0.505, 0.04), "nu": (-0.47, 0.09)},
-    "T3": {"beta": (-0.50, 0.04), "exp_tau": (-0.50, 0.09), "eta": (-0.52, 0.04), "nu": (-0.54, 0.09)},
+    "T1": {
+        "beta": (-0.50, 0.04),
+        "exp_tau": (-0.50, 0.09),
+        "eta": (-0.50, 0.04),
+        "nu": (-0.50, 0.09),
+    },
+    "T2": {
+        "beta": (-0.46, 0.04),
+        "exp_tau": (-0.44, 0.09),
+        "eta": (-0.505, 0.04),
+        "nu": (-0.47, 0.09),
+    },
+    "T3": {
+        "beta": (-0.50, 0.04),
+        "exp_tau": (-0.50, 0.09),
+        "eta": (-0.52, 0.04),
+        "nu": (-0.54, 0.09),
+    },
 }
 STUDIES = {
     "T1": ("paper_a", SIZES, 40),
@@ -61,9 +76,7 @@ class Check(dict):
     """One figure: its value, the range that is accepted, and whether it is inside."""
 
     def __init__(self, value: float, low: float, high: float) -> None:
-        super().__init__(
-            value=float(value), accept=[low, high], passed=bool(low <= value <= high)
-        )
+        super().__init__(value=float(value), accept=[low, high], passed=bool(low <= value <= high))
 
 
 def slopes(name: str, quick: bool, figures: Path) -> dict[str, Any]:
@@ -141,7 +154,7 @@ def _linear_model() -> ContaminatedMoE:
 
 
 def coverage(name: str, quick: bool, figures: Path) -> dict[str, Any]:
-    """T6: 95% intervals of experiment (a), n = 1000, and twice the log-likelihood gained on truth."""
+    """T6: 95% intervals of experiment (a), n = 1000, and likelihood ratios against the truth."""
     del name, figures
     size, replicates = 1000, 20 if quick else 400
     design = DESIGNS["paper_a"]
@@ -155,7 +168,12 @@ def coverage(name: str, quick: bool, figures: Path) -> dict[str, Any]:
     half = 1.959964 * np.sqrt(np.diagonal(many.cov, axis1=1, axis2=2))
     target = np.concatenate([np.ravel(truth[row]) for row in ("beta", "tau", "eta", "log_nu")])
     inside = np.abs(many.theta - target) <= half
-    parts = {"beta": inside[:, :8], "tau": inside[:, 8], "eta": inside[:, 9:17], "log nu": inside[:, 17]}
+    parts = {
+        "beta": inside[:, :8],
+        "tau": inside[:, 8],
+        "eta": inside[:, 9:17],
+        "log nu": inside[:, 17],
+    }
     checks = {f"coverage {row}": Check(part.mean(), 0.92, 0.975) for row, part in parts.items()}
     checks["mean likelihood ratio, 18 parameters"] = Check(statistic.mean(), 17.1, 18.9)
     statuses = {status: many.status.count(status) for status in set(many.status)}

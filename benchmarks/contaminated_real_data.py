@@ -70,7 +70,9 @@ def mlb1() -> Table:
     """Log salary of baseball players; B: more than 6 years in the league."""
     x = ["years", "gamesyr", "bavg", "hrunsyr", "rbisyr", "runsyr"]
     frame = _columns("wooldridge", "mlb1", x, ["lsalary"])
-    return Table(frame[x].to_numpy(float), frame.lsalary.to_numpy(float), (frame.years > 6).to_numpy())
+    return Table(
+        frame[x].to_numpy(float), frame.lsalary.to_numpy(float), (frame.years > 6).to_numpy()
+    )
 
 
 def penguins() -> Table:
@@ -113,14 +115,18 @@ def engel() -> Table:
     """Log food expenditure on log income; B: income above the median."""
     frame = _columns("quantreg", "engel", ["income"], ["foodexp"])
     income = frame.income.to_numpy(float)
-    return Table(np.log(income)[:, None], np.log(frame.foodexp.to_numpy(float)), income > np.median(income))
+    return Table(
+        np.log(income)[:, None], np.log(frame.foodexp.to_numpy(float)), income > np.median(income)
+    )
 
 
 def wage1() -> Table:
     """Log wage; B: women, which no model is told."""
     x = ["educ", "exper", "tenure"]
     frame = _columns("wooldridge", "wage1", x, ["lwage", "female"])
-    return Table(frame[x].to_numpy(float), frame.lwage.to_numpy(float), (frame.female == 1).to_numpy())
+    return Table(
+        frame[x].to_numpy(float), frame.lwage.to_numpy(float), (frame.female == 1).to_numpy()
+    )
 
 
 TABLES = {
@@ -215,7 +221,10 @@ def biweight_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
 
 def print_table(results: dict[str, Any]) -> None:
     """Prints the comparison as a Markdown table."""
-    print("| data | train/test | frozen | refit | constant gate | softmax gate | softmax - refit | AUC | LR |")
+    print(
+        "| data | train/test | frozen | refit | constant gate | softmax gate "
+        "| softmax - refit | AUC | LR |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, splits in results["splits"].items():
         mean = {key: np.mean([s[key] for s in splits]) for key in splits[0] if "status" not in key}
@@ -250,7 +259,9 @@ def run() -> None:
     """Defines the flags and runs."""
     flags.DEFINE_multi_enum("tables", list(TABLES), list(TABLES), "Data sets.")
     flags.DEFINE_integer("splits", 10, "Random splits of each.", lower_bound=1)
-    flags.DEFINE_string("output", "benchmarks/results/contaminated_real_data.json", "File to write.")
+    flags.DEFINE_string(
+        "output", "benchmarks/results/contaminated_real_data.json", "File to write."
+    )
     app.run(main)
 
 

@@ -2,10 +2,10 @@
 
 python -m benchmarks.contaminated_speed --output=benchmarks/results/contaminated_speed.json
 
-All contestants get the same data and one core. The peers are R packages: Debian's r-cran-flexmix and
-r-cran-mixtools. flexmix has no component without free parameters; a driver of our own keeps one (see
-contaminated_speed.R), so it maximises the same likelihood from the responsibilities of one of our
-tail starts. mixtools' hmeEM fits both experts, which is a larger model, and its gate takes one
+All contestants get the same data and one core. The peers are R packages: Debian's r-cran-flexmix
+and r-cran-mixtools. flexmix has no component without free parameters; a driver of our own keeps one
+(see contaminated_speed.R), so it maximises the same likelihood from the responsibilities of one of
+our tail starts. mixtools' hmeEM fits both experts, which is a larger model, and its gate takes one
 covariate only. Everyone may stop as soon as the mean log-likelihood of a row is within 1e-6 of its
 maximum: of every tolerance 1e-4, 1e-5, ... the loosest that gets there is timed. Ours runs with its
 defaults, four starts and a far tighter tolerance, after one untimed call that compiles; the time of
@@ -40,7 +40,7 @@ PARTS = ("peers", "many", "million")
 
 
 def make_data(seed: int, size: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """x [size, dim] and y: frozen N(x_1, 1), expert N(2 - x_1/2, 1/2), logit x_1 - 1/2."""
+    """Covariates and responses: frozen N(x_1, 1), expert N(2 - x_1/2, 1/2), logit x_1 - 1/2."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(size, dim))
     is_prompt = rng.random(size) < 1 / (1 + np.exp(0.5 - x[:, 0]))
@@ -166,7 +166,10 @@ def fit_many(quick: bool) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     statuses = {status: many.status.count(status) for status in sorted(set(many.status))}
     result = {"fits": count, "n": size, "seconds": seconds[1], "first_call_seconds": seconds[0]}
-    print(f"\n{count} fits of {size} rows: {seconds[1]:.1f} s, first call {seconds[0]:.1f} s, {statuses}")
+    print(
+        f"\n{count} fits of {size} rows: {seconds[1]:.1f} s, "
+        f"first call {seconds[0]:.1f} s, {statuses}"
+    )
     return result | {"statuses": statuses}
 
 

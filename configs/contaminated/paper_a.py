@@ -1,6 +1,7 @@
-"""The paper's experiment (a): a Laplace expert is frozen, a Gaussian one is fitted.
+r"""The paper's experiment (a): a Laplace expert is frozen, a Gaussian one is fitted.
 
-python -m moe_jax.contaminated.main --config=configs/contaminated/paper_a.py --workdir=runs/paper_a
+python -m moe_jax.contaminated.main --config=configs/contaminated/paper_a.py \
+  --workdir=runs/paper_a
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
-"""The paper's experiment (b-i) as printed: the expert nears the frozen one as n^-1/8.
+r"""The paper's experiment (b-i) as printed: the expert nears the frozen one as n^-1/8.
 
-python -m moe_jax.contaminated.main --config=configs/contaminated/paper_b1.py --workdir=runs/paper_b1
+python -m moe_jax.contaminated.main --config=configs/contaminated/paper_b1.py \
+  --workdir=runs/paper_b1
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
-"""The paper's experiment (b-ii) as printed, where the two experts do not near each other.
+r"""The paper's experiment (b-ii) as printed, where the two experts do not near each other.
 
-python -m moe_jax.contaminated.main --config=configs/contaminated/paper_b2.py --workdir=runs/paper_b2
+python -m moe_jax.contaminated.main --config=configs/contaminated/paper_b2.py \
+  --workdir=runs/paper_b2
 """
 
 from ml_collections import ConfigDict

@@ -12,7 +12,10 @@ def get_config() -> ConfigDict:
         {
             "study": {
                 "seed": 0,
-                "designs": ("paper_a", "paper_b1",),
+                "designs": (
+                    "paper_a",
+                    "paper_b1",
+                ),
                 "sizes": (1000, 2000, 4000, 8000, 16_000),
                 "replicates": 40,
                 "start": "truth",

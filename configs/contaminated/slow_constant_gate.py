@@ -1,6 +1,7 @@
-"""Slow rates that an exact fit shows: the experts merge under a gate that does not move.
+r"""Slow rates that an exact fit shows: the experts merge under a gate that does not move.
 
-python -m moe_jax.contaminated.main --config=configs/contaminated/slow_constant_gate.py --workdir=runs/slow_constant_gate
+python -m moe_jax.contaminated.main --config=configs/contaminated/slow_constant_gate.py \
+  --workdir=runs/slow_constant_gate
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
-"""The experts merge, yet at these sizes their distance is still large beside the noise.
+r"""The experts merge, yet at these sizes their distance is still large beside the noise.
 
-python -m moe_jax.contaminated.main --config=configs/contaminated/slow_low_noise.py --workdir=runs/slow_low_noise
+python -m moe_jax.contaminated.main --config=configs/contaminated/slow_low_noise.py \
+  --workdir=runs/slow_low_noise
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
-"""The experts merge under a gate that moves with x: slower than n^-1/2, but less so.
+r"""The experts merge under a gate that moves with x: slower than n^-1/2, but less so.
 
-python -m moe_jax.contaminated.main --config=configs/contaminated/slow_moving_gate.py --workdir=runs/slow_moving_gate
+python -m moe_jax.contaminated.main --config=configs/contaminated/slow_moving_gate.py \
+  --workdir=runs/slow_moving_gate
 """
 
 from ml_collections import ConfigDict

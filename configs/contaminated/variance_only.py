@@ -1,6 +1,7 @@
-"""Only the variance differs from the frozen expert's: a fit to be detected, not a rate.
+r"""Only the variance differs from the frozen expert's: a fit to be detected, not a rate.
 
-python -m moe_jax.contaminated.main --config=configs/contaminated/variance_only.py --workdir=runs/variance_only
+python -m moe_jax.contaminated.main --config=configs/contaminated/variance_only.py \
+  --workdir=runs/variance_only
 """
 
 from ml_collections import ConfigDict

@@ -2,18 +2,18 @@
 
 All have the mean tanh(eta . x) for both experts, x ~ N(0, I_8), eta0 = e_1 and tau* = 1, as Section
 5 of Yan et al. (NeurIPS 2025, arXiv 2505.18455). `theory` and `paper` hold the slopes of log error
-on log n that its theorems predict, according to the paper, and that it reports; docs/contaminated.md
-says why (b-i) and (b-ii) cannot give them.
+on log n that its theorems predict, according to the paper, and that it reports.
+docs/contaminated.md says why (b-i) and (b-ii) cannot give them.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from moe_jax.contaminated.frozen import FrozenGaussian, FrozenLaplace
@@ -39,7 +39,7 @@ class Design:
     name: str
     title: str
     model: ContaminatedMoE
-    truth: Callable[[int], Mapping[str, ArrayLike]]
+    truth: Callable[[int], Mapping[str, Any]]
     dim: int = DIM
     theory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     paper: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -50,7 +50,7 @@ class Design:
             return np.asarray(jax.random.normal(key, (num_rows, self.dim), jnp.float64))
 
 
-def row_vectors(params: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
+def row_vectors(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The parameters in the coordinates of `ROWS`: intercept as e^tau, variance as nu.
 
     Leading axes, of replicates, are kept.

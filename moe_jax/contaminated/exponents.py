@@ -14,7 +14,7 @@ gate's intercept, 2 for its slope and the expert's intercept, and 1 for slopes a
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ _REACHES = (40.0, 1e5)
 
 def information(
     model: ContaminatedMoE,
-    params: Mapping[str, ArrayLike],
+    params: Mapping[str, Any],
     x: ArrayLike,
     *,
     quadrature: int = 401,
@@ -128,7 +128,7 @@ def _outer_product(
     rows = likelihood.make_rows(family, x, y, log_frozen, None)
     terms = likelihood.row_terms(family, theta, rows)
     r = terms.responsibility[0]
-    # (1 - r) p = (1 - w) f0 is integrated by the nodes of the frozen expert, r p = w f by the other's.
+    # The frozen expert's nodes integrate (1 - r) p = (1 - w) f0, the other's r p = w f.
     mass = jnp.exp(terms.loglik) * ((1.0 - r) * of_frozen + r * of_expert)
     scores = likelihood.row_scores(family, theta, rows)
     # Far out in the tails a node may have no density and a score that is not finite.
@@ -145,7 +145,7 @@ def _nodes(
     means, deviations = _moments(model, theta, points)
     base, base_weight = np.polynomial.legendre.leggauss(-(-quadrature // 3))
     limit = np.arcsinh(reach)
-    y, measure = [], []
+    all_y, measures = [], []
     for own in (0, 1):
         mean, deviation = means[own], deviations[own]
         other = np.clip(np.arcsinh((means[1 - own] - mean) / deviation), -limit, limit)
@@ -154,13 +154,13 @@ def _nodes(
         half = 0.5 * np.diff(breaks, axis=1)[..., None]
         t = (breaks[:, :-1, None] + half * (1.0 + base)).reshape(len(points), -1)
         dt = (half * base_weight).reshape(len(points), -1)
-        y.append(mean[:, None] + deviation[:, None] * np.sinh(t))
-        measure.append(deviation[:, None] * np.cosh(t) * dt)
-    zeros = np.zeros_like(measure[0])
+        all_y.append(mean[:, None] + deviation[:, None] * np.sinh(t))
+        measures.append(deviation[:, None] * np.cosh(t) * dt)
+    zeros = np.zeros_like(measures[0])
     return _Nodes(
-        np.concatenate(y, axis=1),
-        np.concatenate([measure[0], zeros], axis=1),
-        np.concatenate([zeros, measure[1]], axis=1),
+        np.concatenate(all_y, axis=1),
+        np.concatenate([measures[0], zeros], axis=1),
+        np.concatenate([zeros, measures[1]], axis=1),
     )
 
 
@@ -199,13 +199,16 @@ def cramer_rao(matrix: Float[np.ndarray, "p p"]) -> Float[np.ndarray, "p p"]:
     Raises:
         ValueError: if the information is singular to working precision.
     """
-    scale = 1.0 / np.sqrt(np.diag(matrix))
-    with np.errstate(all="ignore"):
-        values, vectors = np.linalg.eigh(matrix * np.outer(scale, scale))
-    if not values[0] > 1e-14 * len(values):
+    diagonal = np.diag(matrix)
+    # Where the experts coincide the gate's scores are rounding errors, whose squares these are.
+    is_singular = diagonal.min() <= 1e-28 * diagonal.max()
+    scale = 1.0 / np.sqrt(np.where(diagonal > 0.0, diagonal, 1.0))
+    values, vectors = np.linalg.eigh(matrix * np.outer(scale, scale))
+    if is_singular or values[0] <= 1e-14 * len(values):
         raise ValueError(
-            f"the information is singular: smallest eigenvalue {values[0]:.1e} after scaling to a "
-            "unit diagonal; the experts coincide, or a direction leaves the density as it is"
+            f"the information is singular: least diagonal entry {diagonal.min():.1e}, smallest "
+            f"eigenvalue {values[0]:.1e} after scaling to a unit diagonal; the experts coincide, or "
+            "a direction leaves the density as it is"
         )
     half = vectors / np.sqrt(values) * scale[:, None]
     return half @ half.T
@@ -224,9 +227,9 @@ def standard_deviations(
 
 def exponents(
     model: ContaminatedMoE,
-    params: Mapping[str, ArrayLike],
+    params: Mapping[str, Any],
     x: ArrayLike,
-    direction: Mapping[str, ArrayLike],
+    direction: Mapping[str, Any],
     *,
     distances: Sequence[float] = (0.08, 0.04),
     quadrature: int = 401,

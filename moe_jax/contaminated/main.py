@@ -86,25 +86,25 @@ def _run_design(
     fits = []
     for size in settings.sizes:
         path = folder / "fits" / f"{name}_{size}.json"
-        done = SizeFits.from_json(path.read_text()) if path.exists() else None
-        for done in fit_size(
+        fit = SizeFits.from_json(path.read_text()) if path.exists() else SizeFits(size)
+        for more in fit_size(
             jax.random.key(settings.seed),
             design,
             size,
             settings.replicates,
             start=settings.start,
             chunk_rows=settings.chunk_rows,
-            done=done,
+            done=fit,
         ):
-            _write(path, done.to_json())
-            progress.update(before + size * done.count)
-            if interrupts.requested is not None and done.count < settings.replicates:
+            fit = more
+            _write(path, fit.to_json())
+            progress.update(before + size * fit.count)
+            if interrupts.requested is not None:
                 return None
         before += size * settings.replicates
         progress.update(before)
-        if interrupts.requested is not None:
-            return None
-        fits.append(done)
+        # A run with more replicates may have left some.
+        fits.append(fit.first(settings.replicates))
     return assemble_study(design, fits)
 
 

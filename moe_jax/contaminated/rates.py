@@ -15,7 +15,7 @@ from moe_jax.contaminated.designs import ROWS, Design, row_vectors
 from moe_jax.contaminated.exponents import blocks, cramer_rao, information, normal_points
 from moe_jax.contaminated.simulate import simulate
 
-# Nodes in y of the quadrature for the Cramer-Rao bound; three times as many change it by under 1e-4.
+# Nodes in y for the Cramer-Rao bound; three times as many change it by less than 1e-4.
 BOUND_NODES = 201
 
 
@@ -39,6 +39,10 @@ class SizeFits:
     def count(self) -> int:
         """Number of fits."""
         return len(self.errors)
+
+    def first(self, count: int) -> "SizeFits":
+        """The first `count` of the fits."""
+        return dataclasses.replace(self, errors=self.errors[:count], statuses=self.statuses[:count])
 
     def to_json(self) -> str:
         """Reversed, to the last bit, by `from_json`."""
@@ -248,9 +252,7 @@ def rate_study(
         raise ValueError(f"replicates={replicates} must be at least 2")
     fits = []
     for size in sizes:
-        done = SizeFits(size)
-        for done in fit_size(key, design, size, replicates, start=start, chunk_rows=chunk_rows):
-            pass
+        *_, done = fit_size(key, design, size, replicates, start=start, chunk_rows=chunk_rows)
         fits.append(done)
     return assemble_study(design, fits)
 

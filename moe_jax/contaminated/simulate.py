@@ -1,6 +1,7 @@
 """Data with known truth from a contaminated mixture of experts."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from moe_jax.contaminated.model import ContaminatedMoE
 
 
 def simulate(
-    key: jax.Array, model: ContaminatedMoE, params: Mapping[str, ArrayLike], x: ArrayLike
+    key: jax.Array, model: ContaminatedMoE, params: Mapping[str, Any], x: ArrayLike
 ) -> Float[np.ndarray, " rows"] | Int[np.ndarray, " rows"]:
     """Draws y for every row of x from p(y|x) = (1 - w(x)) f0(y|x) + w(x) f(y|x).
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scipy import integrate, stats
+from scipy import integrate, special, stats
 
 from moe_jax.contaminated import (
     ContaminatedMoE,
@@ -78,7 +78,7 @@ def test_separated_experts_have_the_information_of_labelled_data():
     [
         (FrozenGaussian(linear_mean, 0.3), stats.norm(0.2, np.sqrt(0.3))),
         (FrozenLaplace(linear_mean, 0.3), stats.laplace(0.2, np.sqrt(0.15))),
-        (FrozenStudentT(linear_mean, 0.3, 4.0), stats.t(4.0, 0.2, np.sqrt(0.3))),
+        (FrozenStudentT(linear_mean, np.sqrt(0.3), 4.0), stats.t(4.0, 0.2, np.sqrt(0.3))),
     ],
     ids=["Gaussian", "Laplace", "Student t"],
 )
@@ -90,9 +90,8 @@ def test_overlapping_experts_agree_with_adaptive_integration(frozen, density):
     expert = stats.norm(mean, np.sqrt(nu))
 
     def score(y):
-        f0, f = density.pdf(y), expert.pdf(y)
-        p = (1 - w) * f0 + w * f
-        r = w * f / p
+        logs = np.log(1 - w) + density.logpdf(y), np.log(w) + expert.logpdf(y)
+        p, r = np.exp(np.logaddexp(*logs)), special.expit(logs[1] - logs[0])
         e = (y - mean) / nu
         parts = [r - w, r * e, r * 0.5 * (e * (y - mean) - 1)]
         return p, np.array([0.2 * parts[0], parts[0], 0.2 * parts[1], parts[1], parts[2]])
@@ -112,13 +111,15 @@ def test_overlapping_experts_agree_with_adaptive_integration(frozen, density):
 def test_more_nodes_change_nothing():
     design = DESIGNS["paper_b1"]
     x = normal_points(8, 5)
-    coarse, fine = (information(design.model, design.truth(10**4), x, quadrature=q) for q in (201, 801))
+    coarse, fine = (
+        information(design.model, design.truth(10**4), x, quadrature=q) for q in (201, 801)
+    )
     np.testing.assert_allclose(coarse, fine, rtol=1e-6, atol=1e-6 * np.abs(fine).max())
 
 
 def test_weights_are_shares_of_the_points():
     doubled = information(NO_INTERCEPT, no_intercept(0.5), np.concatenate([X, X[:1]]))
-    weighted = information(NO_INTERCEPT, no_intercept(0.5), X, weights=[2.0, 1.0, 1.0])
+    weighted = information(NO_INTERCEPT, no_intercept(0.5), X, weights=np.array([2.0, 1.0, 1.0]))
     np.testing.assert_allclose(doubled, weighted, rtol=1e-12)
 
 
@@ -203,11 +204,26 @@ STILL, MOVING = (0.0, 0.0), (1.0, 0.5)
 TANH_BOTH = {"eta": np.array([0.6, 0.4]), "log_nu": 0.7}
 # Of the specification's table: model, gate slope, direction, integer exponents.
 TABLE = {
-    "tanh, eta": (TANH, STILL, {"eta": np.array([0.8, 0.6])}, {"beta": 1, "tau": 2, "eta": 1, "log_nu": 0}),
+    "tanh, eta": (
+        TANH,
+        STILL,
+        {"eta": np.array([0.8, 0.6])},
+        {"beta": 1, "tau": 2, "eta": 1, "log_nu": 0},
+    ),
     "tanh, nu": (TANH, STILL, {"log_nu": 1.0}, {"beta": 1, "tau": 2, "eta": 0, "log_nu": 1}),
     "tanh, both": (TANH, STILL, TANH_BOTH, {"beta": 1, "tau": 2, "eta": 1, "log_nu": 1}),
-    "tanh, both, moving gate": (TANH, MOVING, TANH_BOTH, {"beta": 1, "tau": 1, "eta": 0, "log_nu": 0}),
-    "no intercept, both": (NO_INTERCEPT, STILL, TANH_BOTH, {"beta": 1, "tau": 2, "eta": 1, "log_nu": 1}),
+    "tanh, both, moving gate": (
+        TANH,
+        MOVING,
+        TANH_BOTH,
+        {"beta": 1, "tau": 1, "eta": 0, "log_nu": 0},
+    ),
+    "no intercept, both": (
+        NO_INTERCEPT,
+        STILL,
+        TANH_BOTH,
+        {"beta": 1, "tau": 2, "eta": 1, "log_nu": 1},
+    ),
     "no intercept, both, moving gate": (
         NO_INTERCEPT,
         MOVING,

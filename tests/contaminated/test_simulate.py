@@ -34,9 +34,7 @@ def test_gate_decides_by_row():
 
 def test_same_key_same_data():
     x = np.linspace(-1, 1, 30)[:, None]
-    first, second, other = (
-        simulate(jax.random.key(seed), MODEL, PARAMS, x) for seed in (3, 3, 4)
-    )
+    first, second, other = (simulate(jax.random.key(seed), MODEL, PARAMS, x) for seed in (3, 3, 4))
     np.testing.assert_array_equal(first, second)
     assert not np.any(first == other)
 
@@ -49,7 +47,12 @@ def test_paper_b2_as_printed_keeps_its_experts_apart():
 
 
 def test_rows_are_the_papers_coordinates_and_keep_leading_axes():
-    params = {"beta": np.ones((5, 8)), "tau": np.full(5, 2.0), "eta": np.zeros((5, 8)), "log_nu": np.zeros(5)}
+    params = {
+        "beta": np.ones((5, 8)),
+        "tau": np.full(5, 2.0),
+        "eta": np.zeros((5, 8)),
+        "log_nu": np.zeros(5),
+    }
     rows = row_vectors(params)
     assert {name: row.shape for name, row in rows.items()} == {
         "beta": (5, 8),

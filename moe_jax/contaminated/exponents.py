@@ -207,8 +207,8 @@ def cramer_rao(matrix: Float[np.ndarray, "p p"]) -> Float[np.ndarray, "p p"]:
     if is_singular or values[0] <= 1e-14 * len(values):
         raise ValueError(
             f"the information is singular: least diagonal entry {diagonal.min():.1e}, smallest "
-            f"eigenvalue {values[0]:.1e} after scaling to a unit diagonal; the experts coincide, or "
-            "a direction leaves the density as it is"
+            f"eigenvalue {values[0]:.1e} once that is 1; the experts coincide, or a direction "
+            "leaves the density as it is"
         )
     half = vectors / np.sqrt(values) * scale[:, None]
     return half @ half.T

@@ -157,7 +157,8 @@ def _refit(
         settings = settings._replace(given=jnp.asarray(starts), fixed=jnp.asarray(held))
         data = (result.x, result.y, result.log_frozen, result.weight)
         variance = mean_variance(model.frozen, result.x)
-        problem = Problem(*map(jnp.asarray, data), jnp.asarray(variance))
+        x, y, log_frozen, weight = map(jnp.asarray, data)
+        problem = Problem(x, y, log_frozen, weight, jnp.asarray(variance))
         shared: list[Any] = [None] * 5
         mapped: list[Any] = [0 if k in ("given", "fixed") else None for k in Settings._fields]
         axes = Problem(*shared), Settings(*mapped)

@@ -65,7 +65,8 @@ class Diagnostics:
     Attributes:
         canonical_correlation: largest one between the scores of gate and expert, in 0..1.
         lambda_min: least eigenvalue of the observed information at unit diagonal; 1 is ideal.
-        separation: mean of (h - h0)^2 / nu0 + (log nu/nu0)^2 / 2; for classes, chi-squared distance.
+        separation: mean of (h - h0)^2 / nu0 + (log nu/nu0)^2 / 2; for classes,
+            the chi-squared distance.
         hellinger: mean squared Hellinger distance 1 - int sqrt(f f0) of prompt and frozen.
         regularity: sqrt(n) times separation times the odds at the mean log-odds, to be compared
             with `log_rows`.

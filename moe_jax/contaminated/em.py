@@ -50,7 +50,8 @@ def run_em(
     shares = jnp.array(_SHARES)
 
     def goes_on(state: _State) -> Array:
-        is_slow = state.gain < min_gain * total
+        # Without a least gain, a gain that rounding makes negative is no reason to stop.
+        is_slow = (min_gain > 0) & (state.gain < min_gain * total)
         done = state.path.converged | state.is_stuck | is_slow
         return (state.path.count < max_iter) & ~done
 

@@ -30,9 +30,9 @@ from moe_jax.contaminated.model import ContaminatedMoE
 
 # Rows of the quadrature that are held at once.
 _BLOCK_ROWS = 65_536
-# Reach of the nodes in standard deviations of an expert: first for Gaussian and Laplace tails, then
-# for those of Student's t.
-_REACHES = (40.0, 1e5)
+# Reach of the nodes in standard deviations of an expert, and how many times the nodes: first for
+# Gaussian and Laplace tails, then for those of Student's t.
+_REACHES = ((40.0, 1), (1e5, 2))
 
 
 def information(
@@ -70,8 +70,9 @@ def information(
         if weights is not None:
             share = np.asarray(weights, np.float64) / np.sum(weights)
         theta = jnp.asarray(flatten(model.family, dict(params), points.shape[1]))
-        for reach in _REACHES:
-            total, mass = _integrate(model, theta, points, share, quadrature, reach)
+        for reach, factor in _REACHES:
+            nodes = factor * quadrature
+            total, mass = _integrate(model, theta, points, share, nodes, reach)
             if abs(mass - 1.0) < 1e-7:
                 return total
     raise ValueError(

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from moe_jax.contaminated.expert import Units
 from moe_jax.contaminated.gates import Columns
@@ -73,8 +73,8 @@ def make_rows(
     )
 
 
-def split(family: Family, theta: Float[Array, " p"], rows: Rows) -> tuple[Array, Array]:
-    """Gate parameters [J, g] and expert parameters [J, e]."""
+def split(family: Family, theta: Shaped[Array, " p"], rows: Rows) -> tuple[Array, Array]:
+    """Gate parameters [J, g] and expert parameters [J, e]; of any vector [p] laid out as theta."""
     blocks = theta.reshape(family.n_prompts, -1)
     g = family.gate.size(rows.gate_design.shape[1])
     return blocks[:, :g], blocks[:, g:]

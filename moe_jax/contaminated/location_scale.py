@@ -17,6 +17,8 @@ from moe_jax.contaminated.means import LinearMean, Mean, NonlinearMean
 
 # Bounds of the degrees of freedom of a Student-t expert that estimates them.
 DF_BOUNDS = (1.0, 200.0)
+# Of an M-step on points that lie on the mean exactly; the estimators have bounds of their own.
+_LEAST_VARIANCE = 1e-300
 
 
 class NoiseDerivatives(NamedTuple):
@@ -183,7 +185,7 @@ class _Gaussian(LocationScale):
         eta, psi = self.split(phi)
         eta = self.mean_model.step(eta, design, y, weight, free[:-1])
         square = jnp.square(y - self.mean_model.value(eta, design))
-        nu = (weight @ square) / jnp.sum(weight)
+        nu = jnp.maximum((weight @ square) / jnp.sum(weight), _LEAST_VARIANCE)
         return jnp.append(eta, jnp.where(free[-1], jnp.log(nu), psi[0]))
 
     def sample(
@@ -308,8 +310,8 @@ class StudentT(LocationScale):
         u = (df + 1) / (df + square * jnp.exp(-psi[0]))
         eta = self.mean_model.step(eta, design, y, weight * u, free[: eta.size])
         square = jnp.square(y - self.mean_model.value(eta, design))
-        log_nu = jnp.log((weight * u) @ square / jnp.sum(weight))
-        new_psi = [log_nu]
+        nu = jnp.maximum((weight * u) @ square / jnp.sum(weight), _LEAST_VARIANCE)
+        new_psi = [jnp.log(nu)]
         if self.df is None:
             mean_log_u_less_u = weight @ (jnp.log(u) - u) / jnp.sum(weight)
             new_psi.append(_log_df_root(mean_log_u_less_u, df))

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from moe_jax.contaminated.designs import ROWS, Design, row_vectors
 from moe_jax.contaminated.exponents import blocks, cramer_rao, information, normal_points
 from moe_jax.contaminated.simulate import simulate
+from moe_jax.training.rates import MIN_WIDTHS, fit_rate
 
 # Nodes in y for the Cramer-Rao bound; three times as many change it by less than 1e-4.
 BOUND_NODES = 201
@@ -120,12 +121,6 @@ class SlopeTable:
     paper: Mapping[str, float]
 
 
-def log_slope(sizes: Sequence[int], values: Float[np.ndarray, "sizes ..."]) -> np.ndarray:
-    """Least-squares slope of log value on log size, over the first axis of `values`."""
-    centered = np.log(sizes) - np.mean(np.log(sizes))
-    return np.tensordot(centered, np.log(values), axes=1) / np.sum(centered**2)
-
-
 def bootstrap_means(
     errors: Float[np.ndarray, "sizes replicates rows"], num_draws: int, seed: int = 0
 ) -> Float[np.ndarray, "sizes draws rows"]:
@@ -138,16 +133,23 @@ def bootstrap_means(
 
 
 def slope_table(study: RateStudy, *, level: float = 0.95, num_draws: int = 2000) -> SlopeTable:
-    """Slopes of log mean error on log n, intervals from a bootstrap over replicates."""
-    slopes = log_slope(study.sizes, study.errors.mean(axis=1))
-    draws = log_slope(study.sizes, bootstrap_means(study.errors, num_draws))
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    bound = log_slope(study.sizes, study.bound)
-    ours = {
-        row: Slope(*map(float, (slopes[k], draws[:, k].std(ddof=1), low[k], high[k])))
-        for k, row in enumerate(study.rows)
-    }
-    bounds = {row: float(bound[k]) for k, row in enumerate(study.rows)}
+    """Slopes of log mean error on log n by `fit_rate`.
+
+    Intervals are from a bootstrap over replicates, at each size separately since these are other
+    data sets. The slope is linear in the logarithms of the means, so a draw's slope is the fitted
+    one plus that of the draw's log ratios to the fitted means.
+    """
+    means = study.errors.mean(axis=1)
+    ratios = np.log(bootstrap_means(study.errors, num_draws) / means[:, None])
+    centered = np.log(study.sizes) - np.mean(np.log(study.sizes))
+    shifts = np.tensordot(centered, ratios, axes=1) / np.sum(centered**2)
+    sizes = np.asarray(study.sizes, np.float64)
+    ours, bounds = {}, {}
+    for k, row in enumerate(study.rows):
+        slope = fit_rate(sizes, means[:, k]).slope
+        low, high = slope + np.quantile(shifts[:, k], [(1 - level) / 2, (1 + level) / 2])
+        ours[row] = Slope(slope, float(shifts[:, k].std(ddof=1)), float(low), float(high))
+        bounds[row] = fit_rate(sizes, study.bound[:, k]).slope
     return SlopeTable(ours, bounds, study.theory, study.paper)
 
 
@@ -238,7 +240,7 @@ def rate_study(
         key: of all data; a data set depends on its size and number only, so that a study with more
             sizes or replicates contains one with fewer.
         design: model, truth and covariates.
-        sizes: observations of a data set, two or more, ascending.
+        sizes: observations of a data set, five or more, ascending.
         replicates: data sets of each size, at least 2.
         start: "truth", where the paper starts, or "tail", which knows nothing of it.
         chunk_rows: most rows that one compiled call holds.
@@ -246,8 +248,8 @@ def rate_study(
     Raises:
         ValueError: if sizes or replicates are out of range.
     """
-    if len(sizes) < 2 or list(sizes) != sorted(set(sizes)):
-        raise ValueError(f"sizes={sizes} must be two or more, ascending")
+    if len(sizes) < MIN_WIDTHS or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"sizes={sizes} must be {MIN_WIDTHS} or more, ascending")
     if replicates < 2:
         raise ValueError(f"replicates={replicates} must be at least 2")
     fits = []

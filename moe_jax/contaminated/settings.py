@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_jax.contaminated.designs import DESIGNS
 from moe_jax.training.configs import check_known, from_mapping
+from moe_jax.training.rates import MIN_WIDTHS
 
 STARTS = ("truth", "tail")
 # They do not change a fit that is already there.
@@ -49,9 +50,10 @@ class RateSettings:
         if not self.designs or len(set(self.designs)) < len(self.designs):
             raise ValueError(f"designs={self.designs} must be one or more different names")
         is_sound = all(type(size) is int and 50 <= size <= 10**7 for size in self.sizes)
-        if not is_sound or list(self.sizes) != sorted(set(self.sizes)) or len(self.sizes) < 2:
+        is_rising = list(self.sizes) == sorted(set(self.sizes))
+        if not (is_sound and is_rising and len(self.sizes) >= MIN_WIDTHS):
             raise ValueError(
-                f"sizes={self.sizes} must be two or more ascending integers in [50, 10^7]"
+                f"sizes={self.sizes} must be {MIN_WIDTHS} or more ascending integers in [50, 10^7]"
             )
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed={self.seed} must be in [0, 2^31)")

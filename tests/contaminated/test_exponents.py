@@ -104,7 +104,10 @@ def test_overlapping_experts_agree_with_adaptive_integration(frozen, density):
     for i in range(5):
         for j in range(i + 1):
             pieces = [(-np.inf, 0.2), (0.2, 0.9), (0.9, np.inf)]
-            value = sum(integrate.quad(integrand, *piece, args=(i, j))[0] for piece in pieces)
+            value = sum(
+                integrate.quad(integrand, *piece, args=(i, j), epsabs=1e-13, epsrel=1e-11)[0]
+                for piece in pieces
+            )
             assert matrix[i, j] == pytest.approx(value, rel=1e-6, abs=1e-9)
 
 

@@ -1,0 +1,186 @@
+"""What cannot be fitted is refused in one line that names the argument; the rest is accepted."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.contaminated import (
+    ContaminatedMoE,
+    FrozenClassifier,
+    FrozenGaussian,
+    FrozenLogProb,
+    FrozenStudentT,
+    Multinomial,
+    calibrate_variance,
+)
+from tests.contaminated.small import MODEL, data, fit_padded, fitted
+
+X, Y = data()
+CLASSES = ContaminatedMoE(FrozenClassifier(lambda x: np.zeros((len(x), 3))), Multinomial(3))
+
+
+def refusal(function):
+    """The one-line message of the ValueError."""
+    with pytest.raises(ValueError) as caught:
+        function()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def with_log_prob(value):
+    """MODEL with a frozen log-density that is `value` at rows 3 and 7."""
+
+    def log_prob(x, y):
+        values = np.array(MODEL.frozen.log_prob(x, y))
+        values[[3, 7]] = value
+        return values
+
+    return ContaminatedMoE(FrozenLogProb(log_prob))
+
+
+@pytest.mark.parametrize(("value", "name"), [(np.nan, "NaN"), (np.inf, r"+inf")])
+def test_a_frozen_density_that_is_no_number_is_named_with_its_rows(value, name):
+    message = refusal(lambda: with_log_prob(value).fit(X, Y))
+    assert message == f"the frozen log-density is {name} at rows 3, 7"
+
+
+def test_a_frozen_density_of_zero_is_accepted():
+    result = with_log_prob(-np.inf).fit(X, Y)
+    np.testing.assert_array_equal(result.responsibilities()[[3, 7]], 1.0)
+    assert np.isfinite(result.loglik)
+
+
+def test_one_bad_data_set_does_not_stop_the_others():
+    calls = []
+
+    def log_prob(x, y):
+        calls.append(len(y))
+        return np.where(np.isfinite(y) & (y < 1e3), MODEL.frozen.log_prob(x, y), np.nan)
+
+    model = ContaminatedMoE(FrozenLogProb(log_prob))
+    bad = np.where(np.arange(len(Y)) == 5, 1e4, Y)
+    many = model.fit_many(X, np.stack([Y, bad]))
+    assert many.status == ("ok", "nonfinite_frozen") and calls
+    np.testing.assert_allclose(many.theta[0], fitted().theta, rtol=1e-6, atol=1e-8)
+    assert np.all(np.isnan(many.theta[1])) and np.isnan(many.loglik[1])
+    assert np.all(np.isnan(many.cov[1]))
+
+
+NAN_AT_4 = np.where(np.arange(len(Y)) == 4, np.nan, Y)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (X, Y[:-1], "x has 64 rows and y has 63"),
+        (X[:0], Y[:0], "no rows"),
+        (X[:, 0], Y, r"x has shape (64,), expected [rows, covariates]"),
+        (X, Y[:, None], r"y has shape (64, 1), expected [rows]"),
+        (X, NAN_AT_4, "y is not finite at rows 4"),
+        (np.where(np.isnan(NAN_AT_4)[:, None], np.inf, X), Y, "x is not finite at rows 4"),
+    ],
+    ids=["unequal", "empty", "x flat", "y wide", "y NaN", "x inf"],
+)
+def test_data_that_cannot_be_fitted_are_refused(x, y, message):
+    assert message in refusal(lambda: MODEL.fit(x, y))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"starts": "random"}, "starts='random', expected 'tail', 'tail+random' or parameters"),
+        ({"starts": "tail+random"}, "key=None, but random starts need a jax.random.key"),
+        ({"starts": []}, "starts=[], expected at least one set of parameters"),
+        ({"starts": {"tau": 0.0}}, "params names ['tau'], expected"),
+        ({"n_starts": 0}, "n_starts=0, expected at least 1"),
+        ({"method": "bfgs"}, "method='bfgs', expected one of"),
+        ({"max_iter": 0}, "max_iter=0 and em_steps=20, expected at least 1 and 0"),
+        ({"sample_weight": -np.ones(64)}, "expected values in [0, inf)"),
+        ({"sample_weight": np.zeros(64)}, "leave no row with a positive weight"),
+        ({"mask": np.ones(63, bool)}, "mask has shape (63,), expected (64,)"),
+        ({"mask": np.ones(64)}, "mask has dtype float64, expected bool"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_impossible_options_are_refused(options, message):
+    assert message in refusal(lambda: MODEL.fit(X, Y, **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_prompts": 0}, "n_prompts=0, expected at least 1"),
+        ({"nu_bounds": (2.0, 1.0)}, "nu_bounds=(2.0, 1.0), expected 0 < low < high"),
+        ({"gate_prior_scale": -1.0}, "gate_prior_scale=-1.0, expected a positive number"),
+        ({"frozen": object()}, "frozen=object has no method log_prob"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_impossible_models_are_refused(changes, message):
+    assert message in refusal(lambda: dataclasses.replace(MODEL, **changes))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"nu": 1.0}, "fixed names ['nu'], expected some of"),
+        ({"beta": [1.0, 2.0]}, "fixed['beta'] has shape (2,), expected (1,)"),
+    ],
+    ids=["name", "shape"],
+)
+def test_impossible_fixed_parameters_are_refused(fixed, message):
+    model = dataclasses.replace(MODEL, fixed=fixed)
+    assert message in refusal(lambda: model.fit(X, Y))
+
+
+def test_integers_are_responses_of_a_gaussian_expert():
+    y = np.round(Y).astype(int)
+    whole, real = fit_padded(MODEL, X, y), fit_padded(MODEL, X, y.astype(float))
+    np.testing.assert_array_equal(whole.theta, real.theta)
+
+
+@pytest.mark.parametrize("label", [-1, 3, 0.5])
+def test_labels_out_of_range_are_refused_with_their_row(label):
+    y = np.zeros(64)
+    y[9] = label
+    message = refusal(lambda: CLASSES.fit(X, y))
+    assert message == f"y={label:g} at row 9: expected labels in 0..2"
+
+
+def test_what_a_frozen_model_lacks_is_named():
+    bare = ContaminatedMoE(FrozenLogProb(MODEL.frozen.log_prob))
+    params = fitted().params
+    for use, method in (
+        (lambda: bare.sample(jax.random.key(0), params, X), "sample"),
+        (lambda: bare.mean(params, X), "mean"),
+        (lambda: bare.test_no_contamination(X, Y, key=jax.random.key(0)), "sample"),
+    ):
+        assert f"frozen=FrozenLogProb has no method {method}" in refusal(use)
+
+
+def test_frozen_values_of_a_wrong_shape_are_named():
+    wide = ContaminatedMoE(FrozenLogProb(lambda x, y: np.zeros((len(y), 2))))
+    assert "frozen.log_prob returns shape (64, 2) for 64 rows" in refusal(lambda: wide.fit(X, Y))
+    two = ContaminatedMoE(FrozenGaussian(lambda x: np.zeros(2), 1.0))
+    assert "mean_fn gives shape (2,) for 64 rows" in refusal(lambda: two.fit(X, Y))
+    still = ContaminatedMoE(FrozenGaussian(lambda x: x[:, 0], 0.0))
+    assert "expected positive values" in refusal(lambda: still.fit(X, Y))
+    assert "df=0.0 of FrozenStudentT" in refusal(
+        lambda: FrozenStudentT(lambda x: x[:, 0], 1.0, 0.0)
+    )
+
+
+def test_a_variance_is_calibrated_on_two_or_more_rows():
+    assert calibrate_variance(lambda x: x[:, 0], X, X[:, 0] + 0.5) == pytest.approx(0.25)
+    assert "2 or more" in refusal(lambda: calibrate_variance(lambda x: x[:, 0], X[:1], Y[:1]))
+    assert "positive number" in refusal(lambda: calibrate_variance(lambda x: x[:, 0], X, X[:, 0]))
+
+
+def test_data_sets_of_different_numbers_are_refused():
+    assert "xs has 3 data sets and ys has 2" in refusal(
+        lambda: MODEL.fit_many(np.zeros((3, 8, 1)), np.zeros((2, 8)))
+    )
+    assert "expected [R, n, d]" in refusal(lambda: MODEL.fit_many(X, Y))

@@ -83,7 +83,7 @@ def slopes(name: str, quick: bool, figures: Path) -> dict[str, Any]:
     """T1 to T3 and the slow designs."""
     design, sizes, replicates = STUDIES[name]
     if quick:
-        sizes, replicates = (500, 1000), 4
+        sizes, replicates = (500, 512, 600, 620, 640), 4
     study = rate_study(jax.random.key(0), DESIGNS[design], sizes, replicates)
     table = slope_table(study)
     print(format_table(study, table))

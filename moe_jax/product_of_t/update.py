@@ -1,0 +1,188 @@
+"""One iteration of the fit: samples of q, scores of the target, a quadratic programme."""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from moe_jax.product_of_t.diagnostics import pareto_smooth
+from moe_jax.product_of_t.experts import Experts, expert_scores
+from moe_jax.product_of_t.quadratic_programme import solve_bounded
+from moe_jax.product_of_t.samplers import dirichlet_draws, effective_sample_size, gibbs_sweep
+from moe_jax.product_of_t.settings import FitSettings
+from moe_jax.product_of_t.targets import LogDensity
+from moe_jax.product_of_t.warmup import temper
+
+# Beyond this distance, in whitened standard deviations, samples have run away.
+_RUNAWAY = 1e6
+
+
+class Whitening(NamedTuple):
+    """z = loc + scale x, x the coordinates of the fit.
+
+    Attributes:
+        loc: centre.
+        scale: lower triangular.
+    """
+
+    loc: Float[Array, " dim"]
+    scale: Float[Array, "dim dim"]
+
+
+class State(NamedTuple):
+    """What passes from one iteration to the next.
+
+    Attributes:
+        exponents: alpha_t.
+        points: the chains' states, in whitened coordinates.
+    """
+
+    exponents: Float[Array, " experts"]
+    points: Float[Array, "batch dim"]
+
+
+class Record(NamedTuple):
+    """Diagnostics of an iteration, as in `diagnostics.History`; `runaway` flags absurd samples."""
+
+    fisher_divergence: Array
+    ess: Array
+    num_active: Array
+    exponent_sum: Array
+    pareto_k: Array
+    num_nonfinite: Array
+    kkt_residual: Array
+    runaway: Array
+
+
+def matching_programme(
+    scores: Float[Array, "experts batch dim"],
+    target_scores: Float[Array, "batch dim"],
+    weights: Float[Array, " batch"],
+) -> tuple[Float[Array, "experts experts"], Float[Array, " experts"]]:
+    """G and h of the weighted Fisher divergence, alpha' G alpha - 2 h' alpha + constant.
+
+    G_kl = sum_b W_b <S_bk, S_bl> and h_k = sum_b W_b <S_bk, g_b>, with S_bk the gradient of
+    -log D_k at z_b and g_b the target's score there.
+    """
+    roots = jnp.sqrt(weights)
+    rows = (scores * roots[None, :, None]).reshape(scores.shape[0], -1)
+    return rows @ rows.T, rows @ (target_scores * roots[:, None]).reshape(-1)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def update(
+    key: Key[Array, ""],
+    log_density: LogDensity,
+    settings: FitSettings,
+    experts: Experts,
+    whitening: Whitening,
+    state: State,
+    iteration: Float[Array, ""],
+) -> tuple[State, Record]:
+    """alpha_t+1 = argmin of the weighted Fisher divergence at q_t's samples plus a proximal term.
+
+    With weights W_b, target scores g_b and expert scores S_b,
+        sum_b W_b |g_b - S_b' alpha|^2 + R(alpha, alpha_t) / eta_t
+    over alpha >= 0 with sum over positive definite experts >= (D + least_freedom) / 2.
+
+    Reference: arXiv 2510.21598, section 3; `FitSettings` says where we depart from it.
+    """
+    dim = experts.dim
+    exponents = state.exponents
+    points, log_weights = _sample(key, settings, experts, state)
+    values, gradients = jax.vmap(jax.value_and_grad(log_density))(
+        whitening.loc[None] + points @ whitening.scale.T
+    )
+    finite = jnp.isfinite(values) & jnp.all(jnp.isfinite(gradients), axis=-1)
+    finite = finite & jnp.all(jnp.isfinite(points), axis=-1)
+    target_scores = jnp.where(finite[:, None], gradients, 0.0) @ whitening.scale
+    safe_points = jnp.where(finite[:, None], points, 0.0)
+    scores, log_d = expert_scores(experts, safe_points)
+    log_ratios = jnp.where(finite, values + log_d @ exponents, -jnp.inf)
+
+    log_weights = jnp.where(finite, log_weights, -jnp.inf)
+    if settings.tempering:
+        power = jnp.minimum(temper(log_ratios, 0.5 * points.shape[0]), settings.tempering)
+        offset = jnp.where(finite, log_ratios - jnp.max(log_ratios), 0.0)
+        log_weights = log_weights + power * offset
+    if settings.score_clip is not None:
+        squares = jnp.sum(target_scores**2, axis=-1)
+        log_weights = log_weights - jnp.log1p(squares / (settings.score_clip * dim))
+    weights = jax.nn.softmax(log_weights)
+    weights = jnp.where(finite, weights, 0.0)
+
+    gram, linear = matching_programme(scores, target_scores, weights)
+    misfit = target_scores - jnp.tensordot(exponents, scores, axes=1)
+    fisher_divergence = weights @ jnp.sum(misfit**2, axis=-1)
+    if settings.value_weight:
+        extra_gram, extra_linear = _value_programme(log_d, values, weights)
+        gram = gram + settings.value_weight * extra_gram
+        linear = linear + settings.value_weight * extra_linear
+
+    rate = jnp.asarray(settings.learning_rate, gram.dtype)
+    if settings.schedule == "decreasing":
+        rate = rate / (iteration + 1.0)
+    metric = jnp.diagonal(gram) if settings.proximal == "diagonal" else jnp.ones_like(linear)
+    solution = solve_bounded(
+        gram + jnp.diag(metric / rate),
+        linear + metric * exponents / rate,
+        experts.is_full_rank,
+        jnp.asarray(0.5 * (dim + settings.least_freedom), gram.dtype),
+        exponents,
+    )
+    # Without a usable sample there is nothing to learn from.
+    learned = jnp.any(finite) & jnp.all(jnp.isfinite(solution.value))
+    following = jnp.where(learned, solution.value, exponents)
+    total = jnp.sum(following)
+    record = Record(
+        fisher_divergence=fisher_divergence,
+        ess=effective_sample_size(log_weights),
+        num_active=jnp.sum(following > 1e-6 * total),
+        exponent_sum=total,
+        pareto_k=pareto_smooth(log_ratios)[1],
+        num_nonfinite=jnp.sum(~finite),
+        kkt_residual=solution.residual,
+        runaway=jnp.median(jnp.max(jnp.abs(points), axis=-1)) > _RUNAWAY,
+    )
+    return State(following, safe_points), record
+
+
+def _sample(
+    key: Array, settings: FitSettings, experts: Experts, state: State
+) -> tuple[Array, Array]:
+    """Points of q_t, and their log weights."""
+    batch = state.points.shape[0]
+    if settings.sampler == "dirichlet":
+        draws = dirichlet_draws(key, experts, state.exponents, batch)
+        return draws.values, draws.log_weights
+
+    def sweep(points: Array, key: Array) -> tuple[Array, None]:
+        moved = gibbs_sweep(key, experts, state.exponents, points)
+        good = jnp.all(jnp.isfinite(moved), axis=-1, keepdims=True)
+        return jnp.where(good, moved, points), None
+
+    keys = jax.random.split(key, settings.sweeps)
+    points, _ = jax.lax.scan(sweep, state.points, keys)
+    return points, jnp.zeros(batch, points.dtype)
+
+
+def _value_programme(log_d: Array, values: Array, weights: Array) -> tuple[Array, Array]:
+    """G and h of the weighted variance of log p - log q, log q = -sum_k alpha_k log D_k - log C."""
+    centred = -(log_d - (weights @ log_d)[None])
+    usable = jnp.where(weights > 0, values, 0.0)
+    target = usable - weights @ usable
+    weighted = centred * weights[:, None]
+    return weighted.T @ centred, weighted.T @ target
+
+
+def settings_of_update(settings: FitSettings) -> FitSettings:
+    """The settings with those that `update` does not read set to defaults, to share compilations."""
+    default = FitSettings()
+    unread = (
+        "rounds", "iterations", "average", "whiten", "placement", "local_experts", "local_scales",
+        "ladder", "coordinate_experts", "match_iterations", "match_batch_size", "num_draws",
+    )  # fmt: skip
+    return dataclasses.replace(settings, **{name: getattr(default, name) for name in unread})

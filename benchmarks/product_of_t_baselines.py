@@ -64,7 +64,7 @@ class Fit(NamedTuple):
 def run_variational(
     guide: str, keys: list[jax.Array], log_density: LogDensity, dim: int, budget: int
 ) -> list[Fit]:
-    """numpyro's SVI with Adam on a cosine schedule, gradients clipped to norm 10."""
+    """SVI of numpyro with Adam on a cosine schedule, gradients clipped to norm 10."""
     make_guide, rate = _GUIDES[guide]
     steps = max(budget // PARTICLES, 1)
 
@@ -135,7 +135,7 @@ def run_gaussian(
 def run_pathfinder(
     num_paths: int, keys: list[jax.Array], log_density: LogDensity, dim: int
 ) -> list[Fit]:
-    """blackjax's Pathfinder; with several paths, draws resampled by smoothed weights.
+    """Pathfinder of blackjax; with several paths, draws resampled by smoothed weights.
 
     It stops by itself, far below the others' budgets. Its scores are counted by a callback in a run
     of their own, since L-BFGS searches lines.
@@ -189,7 +189,7 @@ def run_pathfinder(
 
 
 def run_nuts(keys: list[jax.Array], log_density: LogDensity, dim: int) -> list[Fit]:
-    """numpyro's NUTS: four chains of 500 warm-up and 1,000 kept transitions, a reference."""
+    """NUTS of numpyro: four chains of 500 warm-up and 1,000 kept transitions, a reference."""
     fits = []
     for key in keys:
         start_key, warmup_key, run_key = jax.random.split(key, 3)

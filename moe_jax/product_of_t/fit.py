@@ -1,0 +1,285 @@
+"""Fitting a product of t-experts to a density by matching scores."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from moe_jax.product_of_t.diagnostics import History, pareto_smooth, trust_warnings
+from moe_jax.product_of_t.experts import Experts, transform_experts
+from moe_jax.product_of_t.model import LogNormalizer, ProductOfT
+from moe_jax.product_of_t.preparation import (
+    Evaluations,
+    Preparation,
+    evaluate,
+    prepare,
+    prepare_given,
+    refresh,
+)
+from moe_jax.product_of_t.samplers import effective_sample_size
+from moe_jax.product_of_t.settings import SAFEGUARDED, FitSettings
+from moe_jax.product_of_t.targets import LogDensity, Target, target_of_function, target_of_model
+from moe_jax.product_of_t.update import State, settings_of_update, update
+
+# Exponents below this share of their sum do not change the density within its error.
+_PRUNED = 1e-8
+
+
+@chex.dataclass(frozen=True)
+class FitResult:
+    """A fitted product and what is known of it; arrays are numpy's, float64, in z of the target.
+
+    Attributes:
+        distribution: q with its normaliser, without the experts of no weight. Its arrays are
+            float64; JAX computes with them in float32 unless 64 bits are enabled.
+        draws: draws of q, for a numpyro model in its unconstrained coordinates.
+        log_density: log p at the draws, up to the target's constant.
+        log_q: log q at the draws.
+        log_weights: normalised Pareto-smoothed logarithms of p / q at the draws.
+        constrained_draws: the draws as sites of the numpyro model; None for a log density.
+        pareto_k: k-hat of p / q at the draws.
+        log_evidence: log of the mean of p / q.
+        normalizer_ess: effective share of the draws behind log C.
+        history: diagnostics of every iteration.
+        evaluations: counts of what was asked of the target.
+        warnings: why the answer may be wrong; also raised as UserWarnings.
+        trusted: whether there is no such reason.
+        whitening_loc: loc of x = scale^-1 (z - loc), the coordinates of the fit.
+        whitening_scale: scale, lower triangular.
+    """
+
+    distribution: ProductOfT
+    draws: np.ndarray
+    log_density: np.ndarray
+    log_q: np.ndarray
+    log_weights: np.ndarray
+    constrained_draws: dict[str, np.ndarray] | None
+    pareto_k: float
+    log_evidence: float
+    normalizer_ess: float
+    history: History
+    evaluations: Evaluations
+    warnings: tuple[str, ...]
+    trusted: bool
+    whitening_loc: np.ndarray
+    whitening_scale: np.ndarray
+
+    def arviz_posterior(self) -> dict[str, np.ndarray]:
+        """The draws as one chain, (1, draws, ...), for `arviz.from_dict(posterior=...)`."""
+        sites = {"z": self.draws} if self.constrained_draws is None else self.constrained_draws
+        return {name: value[None] for name, value in sites.items()}
+
+
+def fit_product_of_t(
+    key: Key[Array, ""],
+    target: Callable[..., Any],
+    dim: int | None = None,
+    *,
+    model_args: tuple = (),
+    model_kwargs: dict[str, Any] | None = None,
+    experts: Experts | None = None,
+    exponents: Float[Array, " experts"] | Float[np.ndarray, " experts"] | None = None,
+    starts: Float[Array, "starts dim"] | Float[np.ndarray, "starts dim"] | None = None,
+    settings: FitSettings = SAFEGUARDED,
+    callback: Callable[[int, dict[str, float]], None] | None = None,
+) -> FitResult:
+    """Fits q to a target by minimising the regularised Fisher divergence, an iteration at a time.
+
+    Everything runs in float64. The step is compiled once for all iterations and rounds.
+
+    Args:
+        key: for all draws.
+        target: log density of a vector up to a constant, with `dim` or `starts`; or, with neither,
+            a numpyro model of continuous latent sites, fitted in its unconstrained coordinates.
+        dim: D.
+        model_args: positional arguments of the model.
+        model_kwargs: keyword arguments of the model.
+        experts: experts in the coordinates of the target, used as they are; by default they are
+            chosen and refreshed (`placement`, `preparation`).
+        exponents: where the given experts' exponents start.
+        starts: points to seek modes from, by default uniform in (-2, 2)^D.
+        settings: `settings.SAFEGUARDED`, `settings.PAPER`, or others.
+        callback: called after every iteration with its number, from 0, and the diagnostics of
+            `diagnostics.History`.
+
+    Raises:
+        ValueError: if the target returns no scalar, is finite nowhere we look, or has discrete
+            latent sites; if `experts`, `exponents` or `starts` do not fit it.
+
+    Reference: Cai, Gower, Blei, Saul 2025 (arXiv 2510.21598), algorithm of section 3, with the
+        changes that `FitSettings` names.
+    """
+    with jax.enable_x64(True):
+        # A key that was made in another mode of precision serves in this one.
+        target_key, prepare_key, run_key, end_key = jax.random.split(key, 4)
+        if dim is None and starts is None:
+            made = target_of_model(target_key, target, model_args, model_kwargs or {})
+        else:
+            if model_args or model_kwargs:
+                raise ValueError("model_args and model_kwargs: expected none with a log density")
+            first = None if starts is None else np.asarray(starts)
+            made = target_of_function(target_key, target, dim, first)
+        start = _prepare(prepare_key, made, experts, exponents, settings)
+        end, history = _run(
+            run_key, made.log_density, start, settings, experts is None, callback
+        )
+        result = _finish(end_key, made, end, history, settings)
+    for sentence in result.warnings:
+        warnings.warn(sentence, UserWarning, stacklevel=2)
+    return result
+
+
+def _prepare(
+    key: Array,
+    target: Target,
+    experts: Experts | None,
+    exponents: Any,
+    settings: FitSettings,
+) -> Preparation:
+    if experts is None:
+        if exponents is not None:
+            raise ValueError("exponents are given without experts: expected both, or experts only")
+        return prepare(key, target, settings)
+    dim = target.starts.shape[-1]
+    if experts.dim != dim:
+        raise ValueError(f"experts of dimension {experts.dim}: expected the target's, {dim}")
+    experts = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), experts)
+    full = np.asarray(experts.is_full_rank)
+    if not np.any(full):
+        raise ValueError("experts: expected at least one whose precision is positive definite")
+    if exponents is None:
+        exponents = full * (0.5 * (dim + 5.0) / np.sum(full))
+    exponents = np.asarray(exponents, np.float64)
+    # Checks the exponents.
+    ProductOfT(experts, exponents)
+    return prepare_given(key, experts, jnp.asarray(exponents), settings)
+
+
+def _run(
+    key: Array,
+    log_density: LogDensity,
+    start: Preparation,
+    settings: FitSettings,
+    is_refreshed: bool,
+    callback: Callable[[int, dict[str, float]], None] | None,
+) -> tuple[Preparation, dict[str, np.ndarray]]:
+    """All rounds; the last exponents are averages if the settings say so."""
+    static = settings_of_update(settings)
+    key, refresh_root = jax.random.split(key)
+    rows: list[dict[str, Any]] = []
+    for number in range(settings.rounds):
+        if number and is_refreshed and settings.local_experts:
+            refresh_key = jax.random.fold_in(refresh_root, number)
+            start = refresh(refresh_key, log_density, settings, start)
+        state = State(start.exponents, start.points)
+        path = []
+        for index in range(settings.iterations):
+            step_key = jax.random.fold_in(key, len(rows))
+            state, record = update(
+                step_key,
+                log_density,
+                static,
+                start.experts,
+                start.whitening,
+                state,
+                jnp.asarray(float(index)),
+            )
+            start = start._replace(evaluations=start.evaluations.plus(score=settings.batch_size))
+            row = {name: np.asarray(value).item() for name, value in record._asdict().items()}
+            if row["num_nonfinite"] == settings.batch_size:
+                raise ValueError(
+                    f"target or its gradient is not finite at all {settings.batch_size} samples of "
+                    f"iteration {len(rows)}"
+                )
+            row |= {"round": number, "score_evaluations": start.evaluations.total_scores}
+            if callback is not None:
+                callback(len(rows), row)
+            path.append(np.asarray(state.exponents))
+            rows.append(row | {"exponents": path[-1]})
+        last = path[-1]
+        if settings.average:
+            last = np.mean(path[len(path) // 2 :], axis=0)
+        start = start._replace(exponents=jnp.asarray(last), points=state.points)
+    return start, {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
+
+
+def _finish(
+    key: Array,
+    target: Target,
+    end: Preparation,
+    history: dict[str, np.ndarray],
+    settings: FitSettings,
+) -> FitResult:
+    """Draws, normaliser, importance weights, and what they say."""
+    draw_key, normalizer_key = jax.random.split(key)
+    exponents = np.asarray(end.exponents)
+    exponents = np.where(exponents > _PRUNED * np.sum(exponents), exponents, 0.0)
+    white = ProductOfT(end.experts, exponents)
+    points = white.sample(draw_key, (settings.num_draws,))
+    normalizer = white.estimate_log_normalizer(normalizer_key)
+    scale = end.whitening.scale
+    draws = end.whitening.loc[None] + points @ scale.T
+    values = evaluate(target.log_density, draws)
+    used = end.evaluations.plus(log_density=settings.num_draws)
+    log_stretch = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(scale))))
+    normalizer = LogNormalizer(normalizer.value + log_stretch, *normalizer[1:])
+    log_q = white.unnormalized_log_prob(points) - normalizer.value
+    ratios = jnp.where(jnp.isfinite(values), values - log_q, -jnp.inf)
+    log_weights, pareto_k = pareto_smooth(ratios)
+    runaway = history.pop("runaway")
+    reasons = trust_warnings(
+        pareto_k=float(pareto_k),
+        ess=float(effective_sample_size(log_weights)),
+        num_draws=settings.num_draws,
+        degrees_of_freedom=float(white.degrees_of_freedom),
+        normalizer_error=float(normalizer.standard_error),
+        num_nonfinite=int(np.sum(history["num_nonfinite"])),
+        num_runaway=int(np.sum(runaway)),
+    )
+    constrained = None if target.constrain is None else target.constrain(np.asarray(draws))
+    return FitResult(
+        distribution=_in_target_coordinates(end, exponents, normalizer),
+        draws=np.asarray(draws),
+        log_density=np.asarray(values),
+        log_q=np.asarray(log_q),
+        log_weights=np.asarray(log_weights),
+        constrained_draws=constrained,
+        pareto_k=float(pareto_k),
+        log_evidence=float(jax.nn.logsumexp(ratios) - np.log(settings.num_draws)),
+        normalizer_ess=float(normalizer.ess),
+        history=History(**history),
+        evaluations=used,
+        warnings=reasons,
+        trusted=not reasons,
+        whitening_loc=np.asarray(end.whitening.loc),
+        whitening_scale=np.asarray(scale),
+    )
+
+
+def _in_target_coordinates(
+    end: Preparation, exponents: np.ndarray, normalizer: LogNormalizer
+) -> ProductOfT:
+    """q as a product in z, with numpy's arrays, which keep their digits outside this precision."""
+    num_full = end.experts.full_loc.shape[0]
+    full = np.flatnonzero(exponents[:num_full] > 0)
+    factored = np.flatnonzero(exponents[num_full:] > 0)
+    experts = Experts(
+        full_loc=end.experts.full_loc[full],
+        full_precision=end.experts.full_precision[full],
+        factored_loc=end.experts.factored_loc[factored],
+        factored_factor=end.experts.factored_factor[factored],
+        factored_diagonal=end.experts.factored_diagonal[factored],
+    )
+    experts = transform_experts(experts, end.whitening.loc, end.whitening.scale)
+    return ProductOfT(
+        jax.tree.map(np.asarray, experts),
+        exponents[np.concatenate([full, num_full + factored])],
+        log_normalizer=np.asarray(normalizer.value),
+        log_normalizer_error=np.asarray(normalizer.standard_error),
+    )
+

@@ -1,0 +1,28 @@
+"""Multivariate t with 3 degrees of freedom, in 10 dimensions.
+
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/heavy_t.py --workdir=runs/heavy_t
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Returns the configuration."""
+    return ConfigDict(
+        {
+            "seed": 0,
+            "target": {"name": "heavy_t", "dim": 10},
+            # Entries of moe_jax.product_of_t.settings.FitSettings.
+            "fit": {
+                "rounds": 2,
+                "iterations": 60,
+                "batch_size": 256,
+                "sweeps": 2,
+                "learning_rate": 1.0,
+                "score_clip": 5.0,
+                "local_experts": 60,
+            },
+            # Fit a Gaussian with as many scores beside it.
+            "compare": True,
+        }
+    )

@@ -193,26 +193,41 @@ def quadratics(
 
 def expert_scores(
     experts: Experts, points: Float[Array, "batch dim"]
-) -> tuple[Float[Array, "experts batch dim"], Float[Array, "batch experts"]]:
+) -> tuple[Float[Array, "experts dim batch"], Float[Array, "batch experts"]]:
     """Gradients of -log D_k at z_b, -2 Lambda_k (z_b - mu_k) / D_k(z_b), and log D_k(z_b).
 
     The score of the product is linear in the exponents: grad log q(z) = sum_k alpha_k times these.
     """
     products, quadratic = _offset_products(experts, points)
-    return products * (-2.0 / (1.0 + quadratic.T))[..., None], jnp.log1p(quadratic)
+    return products * (-2.0 / (1.0 + quadratic.T))[:, None], jnp.log1p(quadratic)
 
 
 def _offset_products(experts: Experts, points: Array) -> tuple[Array, Array]:
-    """Lambda_k (z_b - mu_k), of shape (K, B, D), and the quadratic forms, (B, K)."""
-    full = points[None] - experts.full_loc[:, None]
-    full_product = full @ experts.full_precision
-    full_quadratic = jnp.sum(full * full_product, axis=-1)
-    offset = points[None] - experts.factored_loc[:, None]
-    projection = offset @ experts.factored_factor
-    product = projection @ jnp.swapaxes(experts.factored_factor, -1, -2)
-    product = product + experts.factored_diagonal[:, None] * offset
-    quadratic = jnp.sum(projection**2, axis=-1)
-    quadratic = quadratic + jnp.sum(experts.factored_diagonal[:, None] * offset**2, axis=-1)
+    """Lambda_k (z_b - mu_k), of shape (K, D, B), and the quadratic forms, (B, K).
+
+    Lambda_k z_b of all pairs is one matrix product, several times faster than one for each expert;
+    coordinates about the mean location keep the difference from cancelling.
+    """
+    num_full, dim = experts.full_loc.shape
+    centre = jnp.mean(experts.loc, axis=0)
+    columns = (points - centre[None]).T
+    loc = experts.full_loc - centre[None]
+    full_product = experts.full_precision.reshape(num_full * dim, dim) @ columns
+    full_product = full_product.reshape(num_full, dim, columns.shape[1])
+    full_product = full_product - (experts.full_precision @ loc[..., None])
+    full_quadratic = jnp.sum((columns[None] - loc[..., None]) * full_product, axis=1)
+
+    factor, loc = experts.factored_factor, experts.factored_loc - centre[None]
+    num_factored, _, rank = factor.shape
+    transposed = jnp.swapaxes(factor, -1, -2)
+    projection = transposed.reshape(num_factored * rank, dim) @ columns
+    projection = projection.reshape(num_factored, rank, columns.shape[1])
+    projection = projection - transposed @ loc[..., None]
+    offset = columns[None] - loc[..., None]
+    product = factor * projection if rank == 1 else factor @ projection
+    product = product + experts.factored_diagonal[..., None] * offset
+    quadratic = jnp.sum(projection**2, axis=1)
+    quadratic = quadratic + jnp.sum(experts.factored_diagonal[..., None] * offset**2, axis=1)
     # Rounding may take the form of a nearly singular matrix below zero.
     quadratic = jnp.maximum(jnp.concatenate([full_quadratic, quadratic]), 0.0)
     return jnp.concatenate([full_product, product]), quadratic.T
@@ -235,8 +250,8 @@ def weighted_quadratic(
     full_loc, loc = experts.full_loc - centre[None], experts.factored_loc - centre[None]
     precision = full_weights @ experts.full_precision.reshape(num_full, dim * dim)
     factor = experts.factored_factor
-    outer = jnp.einsum("kir,kjr->kij", factor, factor).reshape(-1, dim * dim)
-    precision = (precision + weights @ outer).reshape(-1, dim, dim)
+    outer = jnp.einsum("kir,kjr->kij", factor, factor).reshape(factor.shape[0], dim * dim)
+    precision = (precision + weights @ outer).reshape(weights.shape[0], dim, dim)
     diagonal = weights @ experts.factored_diagonal
     precision = precision + diagonal[:, :, None] * jnp.eye(dim, dtype=diagonal.dtype)[None]
     full_potential = jnp.einsum("kij,kj->ki", experts.full_precision, full_loc)

@@ -107,12 +107,13 @@ class ProductOfT(Distribution):
                 "expert"
             )
         self.experts = experts
-        self.exponents = jnp.asarray(exponents)
-        if not isinstance(self.exponents, jax.core.Tracer):
+        # A numpy array keeps its digits until it is used in a mode of 64 bits.
+        self.exponents = exponents
+        if not isinstance(exponents, jax.core.Tracer):
             _check_exponents(experts, np.asarray(exponents))
         self.warmup_sweeps = warmup_sweeps
         if log_normalizer is None and experts.full_loc.shape[0] == experts.num_experts == 1:
-            log_normalizer, log_normalizer_error = _log_normalizer_of_one(experts, self.exponents)
+            log_normalizer, log_normalizer_error = _log_normalizer_of_one(experts, exponents)
         self.log_normalizer = log_normalizer
         self.log_normalizer_error = log_normalizer_error
         super().__init__((), (experts.dim,), validate_args=validate_args)
@@ -137,7 +138,7 @@ class ProductOfT(Distribution):
     def score(self, value: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
         """grad log q(z) = -sum_k alpha_k 2 Lambda_k (z - mu_k) / D_k(z)."""
         scores, _ = expert_scores(self.experts, value.reshape(-1, self.experts.dim))
-        return jnp.tensordot(self.exponents, scores, axes=1).reshape(value.shape)
+        return jnp.tensordot(self.exponents, scores, axes=1).T.reshape(value.shape)
 
     def normalized(self, key: Key[Array, ""], num_samples: int = 4096) -> "ProductOfT":
         """The same product with log C estimated once, from `num_samples` draws."""

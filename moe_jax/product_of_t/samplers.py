@@ -113,7 +113,7 @@ def gibbs_sweep(
     # Single precision moves a draw by a relative 1e-7, and costs half.
     concentration = jnp.broadcast_to(exponents.astype(jnp.float32)[None], shape)
     log_gamma = log_gamma_draws(gamma_key, concentration).astype(exponents.dtype)
-    rates = jnp.exp(log_gamma - log_factors(experts, points))
+    rates = jnp.exp(log_gamma) / (1.0 + quadratics(experts, points))
     centre, cholesky = weighted_quadratic(experts, rates)
     normal = jax.random.normal(normal_key, points.shape, points.dtype) * math.sqrt(0.5)
     return centre + _solve(cholesky, normal, transpose=True)

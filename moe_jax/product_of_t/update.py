@@ -58,7 +58,7 @@ class Record(NamedTuple):
 
 
 def matching_programme(
-    scores: Float[Array, "experts batch dim"],
+    scores: Float[Array, "experts dim batch"],
     target_scores: Float[Array, "batch dim"],
     weights: Float[Array, " batch"],
 ) -> tuple[Float[Array, "experts experts"], Float[Array, " experts"]]:
@@ -68,8 +68,8 @@ def matching_programme(
     -log D_k at z_b and g_b the target's score there.
     """
     roots = jnp.sqrt(weights)
-    rows = (scores * roots[None, :, None]).reshape(scores.shape[0], -1)
-    return rows @ rows.T, rows @ (target_scores * roots[:, None]).reshape(-1)
+    rows = (scores * roots[None, None]).reshape(scores.shape[0], -1)
+    return rows @ rows.T, rows @ (target_scores * roots[:, None]).T.reshape(-1)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -115,7 +115,7 @@ def update(
     weights = jnp.where(finite, weights, 0.0)
 
     gram, linear = matching_programme(scores, target_scores, weights)
-    misfit = target_scores - jnp.tensordot(exponents, scores, axes=1)
+    misfit = target_scores - jnp.tensordot(exponents, scores, axes=1).T
     fisher_divergence = weights @ jnp.sum(misfit**2, axis=-1)
     if settings.value_weight:
         extra_gram, extra_linear = _value_programme(log_d, values, weights)

@@ -125,8 +125,8 @@ def trust_warnings(
     found = []
     if not pareto_k < MAX_PARETO_K:
         found.append(
-            f"Pareto k-hat of p / q is {pareto_k:.2f}, not below {MAX_PARETO_K}: q misses a part of "
-            "the target, and neither its moments nor weighted ones are to be trusted"
+            f"Pareto k-hat of p / q is {pareto_k:.2f}, not below {MAX_PARETO_K}: q misses a part "
+            "of the target, and neither its moments nor weighted ones are to be trusted"
         )
     if not ess >= min(MIN_ESS, 0.5 * num_draws):
         found.append(

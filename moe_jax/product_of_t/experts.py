@@ -4,6 +4,8 @@ Expert k enters a product through D_k(z) = 1 + (z - mu_k)' Lambda_k (z - mu_k). 
 (`batch`), K experts (`experts`), D dimensions (`dim`), r columns of a low-rank factor (`rank`).
 """
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -47,18 +49,21 @@ class Experts:
 
     @property
     def loc(self) -> Float[Array, "experts dim"]:
-        """mu of every expert."""
+        """Mu of every expert."""
         return jnp.concatenate([self.full_loc, self.factored_loc])
 
     @property
-    def is_full_rank(self) -> np.ndarray | Float[Array, " experts"]:
+    def is_full_rank(self) -> Float[Array, " experts"]:
         """1 where Lambda_k is positive definite by its form, else 0; in the experts' dtype."""
-        full = jnp.ones(self.full_loc.shape[0], self.full_loc.dtype)
+        # The dtype that these have where they are used, which numpy's arrays may exceed.
+        full = jnp.ones_like(jnp.asarray(self.full_loc)[:, 0])
         positive = jnp.all(self.factored_diagonal > 0, axis=-1)
         return jnp.concatenate([full, positive.astype(full.dtype)])
 
 
-def full_experts(loc: Float[Array, "experts dim"], precision: Float[Array, "experts dim dim"]):
+def full_experts(
+    loc: Float[Array, "experts dim"], precision: Float[Array, "experts dim dim"]
+) -> Experts:
     """Experts with full precision matrices.
 
     Raises:
@@ -82,7 +87,9 @@ def full_experts(loc: Float[Array, "experts dim"], precision: Float[Array, "expe
     )
 
 
-def diagonal_experts(loc: Float[Array, "experts dim"], precision: Float[Array, "experts dim"]):
+def diagonal_experts(
+    loc: Float[Array, "experts dim"], precision: Float[Array, "experts dim"]
+) -> Experts:
     """Experts with diagonal precision matrices, given by their diagonals.
 
     Raises:
@@ -99,7 +106,7 @@ def low_rank_experts(
     loc: Float[Array, "experts dim"],
     factor: Float[Array, "experts dim rank"],
     diagonal: Float[Array, "experts dim"] | None = None,
-):
+) -> Experts:
     """Experts with Lambda = V V' + diag(d); without d they are flat along the kernel of V'.
 
     Raises:
@@ -156,31 +163,43 @@ def transform_experts(
     """The experts of x = scale^-1 (z - loc) as experts of z, with the same values D_k.
 
     mu becomes loc + scale mu and Lambda becomes scale^-T Lambda scale^-1. A diagonal d that is not
-    zero becomes D more columns of V.
+    zero becomes D more columns of V and, where Lambda is definite by its form, a smaller multiple
+    of the identity, so that it still is.
     """
+    has_diagonal = bool(np.any(np.asarray(experts.factored_diagonal)))
+    return _transform(experts, loc, scale, has_diagonal)
+
+
+@partial(jax.jit, static_argnums=3)
+def _transform(experts: Experts, loc: Array, scale: Array, has_diagonal: bool) -> Experts:
     inverse = jnp.linalg.inv(scale)
 
     def move(mu: Array) -> Array:
         return loc[None] + mu @ scale.T
 
-    factor = experts.factored_factor
-    if experts.factored_loc.shape[0] and np.any(np.asarray(experts.factored_diagonal)):
-        roots = jnp.sqrt(experts.factored_diagonal)[:, None, :] * jnp.eye(experts.dim)[None]
-        factor = jnp.concatenate([factor, roots.astype(factor.dtype)], axis=-1)
+    factor = jnp.einsum("ji,kjr->kir", inverse, experts.factored_factor)
+    diagonal = experts.factored_diagonal
+    if has_diagonal:
+        is_definite = jnp.all(diagonal > 0, axis=-1, keepdims=True)
+        values, vectors = jnp.linalg.eigh(jnp.einsum("ji,kj,jl->kil", inverse, diagonal, inverse))
+        least = jnp.where(is_definite, 0.5 * values[:, :1], 0.0)
+        roots = vectors * jnp.sqrt(jnp.maximum(values - least, 0.0))[:, None, :]
+        factor = jnp.concatenate([factor, roots], axis=-1)
+        diagonal = jnp.broadcast_to(least, diagonal.shape)
     precision = inverse.T[None] @ experts.full_precision @ inverse[None]
     return Experts(
         full_loc=move(experts.full_loc),
         full_precision=0.5 * (precision + jnp.swapaxes(precision, -1, -2)),
         factored_loc=move(experts.factored_loc),
-        factored_factor=jnp.einsum("ji,kjr->kir", inverse, factor),
-        factored_diagonal=jnp.zeros_like(experts.factored_diagonal),
+        factored_factor=factor,
+        factored_diagonal=diagonal,
     )
 
 
 def log_factors(
     experts: Experts, points: Float[Array, "batch dim"]
 ) -> Float[Array, "batch experts"]:
-    """log D_k(z_b)."""
+    """Log D_k(z_b)."""
     return jnp.log1p(quadratics(experts, points))
 
 

@@ -1,7 +1,9 @@
 """Fitting a product of t-experts to a density by matching scores."""
 
+import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import chex
@@ -16,15 +18,14 @@ from moe_jax.product_of_t.model import LogNormalizer, ProductOfT
 from moe_jax.product_of_t.preparation import (
     Evaluations,
     Preparation,
-    evaluate,
     prepare,
     prepare_given,
     refresh,
 )
-from moe_jax.product_of_t.samplers import effective_sample_size
+from moe_jax.product_of_t.samplers import CENTRES, effective_sample_size
 from moe_jax.product_of_t.settings import SAFEGUARDED, FitSettings
 from moe_jax.product_of_t.targets import LogDensity, Target, target_of_function, target_of_model
-from moe_jax.product_of_t.update import State, settings_of_update, update
+from moe_jax.product_of_t.update import State, Whitening, settings_of_update, update
 
 # Exponents below this share of their sum do not change the density within its error.
 _PRUNED = 1e-8
@@ -125,9 +126,7 @@ def fit_product_of_t(
             first = None if starts is None else np.asarray(starts)
             made = target_of_function(target_key, target, dim, first)
         start = _prepare(prepare_key, made, experts, exponents, settings)
-        end, history = _run(
-            run_key, made.log_density, start, settings, experts is None, callback
-        )
+        end, history = _run(run_key, made.log_density, start, settings, experts is None, callback)
         result = _finish(end_key, made, end, history, settings)
     for sentence in result.warnings:
         warnings.warn(sentence, UserWarning, stacklevel=2)
@@ -221,20 +220,18 @@ def _finish(
     exponents = np.where(exponents > _PRUNED * np.sum(exponents), exponents, 0.0)
     white = ProductOfT(end.experts, exponents)
     points = white.sample(draw_key, (settings.num_draws,))
-    normalizer = white.estimate_log_normalizer(normalizer_key)
+    normalizer = white.log_normalizer_about(normalizer_key, points[:CENTRES])
     scale = end.whitening.scale
-    draws = end.whitening.loc[None] + points @ scale.T
-    values = evaluate(target.log_density, draws)
     used = end.evaluations.plus(log_density=settings.num_draws)
-    log_stretch = jnp.sum(jnp.log(jnp.abs(jnp.diagonal(scale))))
+    log_stretch = np.sum(np.log(np.abs(np.diagonal(scale))))
     normalizer = LogNormalizer(normalizer.value + log_stretch, *normalizer[1:])
-    log_q = white.unnormalized_log_prob(points) - normalizer.value
-    ratios = jnp.where(jnp.isfinite(values), values - log_q, -jnp.inf)
-    log_weights, pareto_k = pareto_smooth(ratios)
+    draws, values, log_q, log_weights, pareto_k, ess, log_evidence = _weigh(
+        target.log_density, white, normalizer.value, end.whitening, points
+    )
     runaway = history.pop("runaway")
     reasons = trust_warnings(
         pareto_k=float(pareto_k),
-        ess=float(effective_sample_size(log_weights)),
+        ess=float(ess),
         num_draws=settings.num_draws,
         degrees_of_freedom=float(white.degrees_of_freedom),
         normalizer_error=float(normalizer.standard_error),
@@ -250,7 +247,7 @@ def _finish(
         log_weights=np.asarray(log_weights),
         constrained_draws=constrained,
         pareto_k=float(pareto_k),
-        log_evidence=float(jax.nn.logsumexp(ratios) - np.log(settings.num_draws)),
+        log_evidence=float(log_evidence),
         normalizer_ess=float(normalizer.ess),
         history=History(**history),
         evaluations=used,
@@ -261,10 +258,29 @@ def _finish(
     )
 
 
+@partial(jax.jit, static_argnums=0)
+def _weigh(
+    log_density: LogDensity,
+    white: ProductOfT,
+    log_normalizer: Array,
+    whitening: Whitening,
+    points: Array,
+) -> tuple[Array, ...]:
+    """Draws in z, log p, log q, smoothed log weights, k-hat, their ESS and the log evidence."""
+    draws = whitening.loc[None] + points @ whitening.scale.T
+    values = jax.vmap(log_density)(draws)
+    log_q = white.unnormalized_log_prob(points) - log_normalizer
+    ratios = jnp.where(jnp.isfinite(values), values - log_q, -jnp.inf)
+    log_weights, pareto_k = pareto_smooth(ratios)
+    log_evidence = jax.nn.logsumexp(ratios) - math.log(points.shape[0])
+    ess = effective_sample_size(log_weights)
+    return draws, values, log_q, log_weights, pareto_k, ess, log_evidence
+
+
 def _in_target_coordinates(
     end: Preparation, exponents: np.ndarray, normalizer: LogNormalizer
 ) -> ProductOfT:
-    """q as a product in z, with numpy's arrays, which keep their digits outside this precision."""
+    """Q as a product in z, with numpy's arrays, which keep their digits outside this precision."""
     num_full = end.experts.full_loc.shape[0]
     full = np.flatnonzero(exponents[:num_full] > 0)
     factored = np.flatnonzero(exponents[num_full:] > 0)
@@ -282,4 +298,3 @@ def _in_target_coordinates(
         log_normalizer=np.asarray(normalizer.value),
         log_normalizer_error=np.asarray(normalizer.standard_error),
     )
-

@@ -15,7 +15,7 @@ Reference: Cai, Gower, Blei, Saul 2025, "Fisher meets Feynman" (arXiv 2510.21598
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,6 @@ from numpyro.distributions import Distribution, MultivariateStudentT, constraint
 from moe_jax.product_of_t import samplers
 from moe_jax.product_of_t.experts import Experts, expert_scores, log_factors
 
-_MAX_CHAINS = 1000
-_CENTRES = 128
 # Below this share of the draws the mixture proposal is no basis for a normaliser.
 _GOOD_ESS = 0.3
 _METHODS = ("auto", "dirichlet", "mixture", "annealed")
@@ -66,7 +64,8 @@ class ProductOfT(Distribution):
     """The density proportional to prod_k D_k(z)^(-exponents_k).
 
     Example:
-        >>> experts = full_experts(jnp.array([[-2.0, 0.0], [2.0, 0.0]]), jnp.stack([jnp.eye(2)] * 2))
+        >>> centres = jnp.array([[-2.0, 0.0], [2.0, 0.0]])
+        >>> experts = full_experts(centres, jnp.stack([jnp.eye(2)] * 2))
         >>> q = ProductOfT(experts, jnp.array([1.5, 1.5])).normalized(jax.random.key(0))
         >>> draws = q.sample(jax.random.key(1), (1000,))
         >>> log_density = q.log_prob(draws)
@@ -96,8 +95,8 @@ class ProductOfT(Distribution):
         experts: Experts,
         exponents: Float[Array, " experts"] | Float[np.ndarray, " experts"],
         *,
-        log_normalizer: Float[Array, ""] | float | None = None,
-        log_normalizer_error: Float[Array, ""] | float | None = None,
+        log_normalizer: Float[Array, ""] | Float[np.ndarray, ""] | float | None = None,
+        log_normalizer_error: Float[Array, ""] | Float[np.ndarray, ""] | float | None = None,
         warmup_sweeps: int = 64,
         validate_args: bool | None = None,
     ) -> None:
@@ -108,7 +107,7 @@ class ProductOfT(Distribution):
             )
         self.experts = experts
         # A numpy array keeps its digits until it is used in a mode of 64 bits.
-        self.exponents = exponents
+        self.exponents = cast(Array, exponents)
         if not isinstance(exponents, jax.core.Tracer):
             _check_exponents(experts, np.asarray(exponents))
         self.warmup_sweeps = warmup_sweeps
@@ -120,7 +119,7 @@ class ProductOfT(Distribution):
 
     @property
     def degrees_of_freedom(self) -> Float[Array, ""]:
-        """nu = 2 A - D of z | w; E |z|^p is finite for p < nu if no expert is rank-deficient."""
+        """Nu = 2 A - D of z | w; E |z|^p is finite for p < nu if no expert is rank-deficient."""
         return 2.0 * jnp.sum(self.exponents) - self.experts.dim
 
     def unnormalized_log_prob(self, value: Float[Array, "*batch dim"]) -> Float[Array, "*batch"]:
@@ -136,7 +135,7 @@ class ProductOfT(Distribution):
         return self.unnormalized_log_prob(value) - log_normalizer
 
     def score(self, value: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-        """grad log q(z) = -sum_k alpha_k 2 Lambda_k (z - mu_k) / D_k(z)."""
+        """Grad log q(z) = -sum_k alpha_k 2 Lambda_k (z - mu_k) / D_k(z)."""
         scores, _ = expert_scores(self.experts, value.reshape(-1, self.experts.dim))
         return jnp.tensordot(self.exponents, scores, axes=1).T.reshape(value.shape)
 
@@ -154,7 +153,7 @@ class ProductOfT(Distribution):
     def estimate_log_normalizer(
         self, key: Key[Array, ""], num_samples: int = 4096, method: str = "auto"
     ) -> LogNormalizer:
-        """log C by importance sampling.
+        """Log C by importance sampling.
 
         Args:
             key: for the draws.
@@ -171,14 +170,25 @@ class ProductOfT(Distribution):
             raise ValueError(f"method={method!r}: expected one of {_METHODS}")
         if method == "annealed":
             return _log_mean(self._annealed(key, num_samples, self.warmup_sweeps))
-        first = "mixture" if method == "auto" else method
-        estimate = _log_mean(self.weighted_sample(key, num_samples, first))
-        if method == "auto" and estimate.ess < _GOOD_ESS:
+        if method == "auto":
+            centre_key, key = jax.random.split(key)
+            return self.log_normalizer_about(
+                key, self.sample(centre_key, (samplers.CENTRES,)), num_samples
+            )
+        return _log_mean(self.weighted_sample(key, num_samples, method))
+
+    def log_normalizer_about(
+        self, key: Key[Array, ""], draws: Float[Array, "centres dim"], num_samples: int = 4096
+    ) -> LogNormalizer:
+        """`estimate_log_normalizer` with method "auto", given draws of q as centres."""
+        weighted = samplers.mixture_draws(key, self.experts, self.exponents, draws, num_samples)
+        estimate = _log_mean(weighted)
+        if estimate.ess < _GOOD_ESS:
             return _log_mean(self._annealed(key, num_samples, 4 * self.warmup_sweeps))
         return estimate
 
     def conditional(self, weights: Float[Array, "*batch experts"]) -> MultivariateStudentT:
-        """z | w for points w of the simplex: a multivariate t with nu = 2 A - D, exactly."""
+        """Z | w for points w of the simplex: a multivariate t with nu = 2 A - D, exactly."""
         flat = weights.reshape(-1, weights.shape[-1])
         centre, cholesky, spread, _ = samplers.conditional_parameters(
             self.experts, self.exponents, flat
@@ -214,10 +224,8 @@ class ProductOfT(Distribution):
         if method != "mixture":
             raise ValueError(f"method={method!r}: expected 'dirichlet' or 'mixture'")
         centre_key, draw_key = jax.random.split(key)
-        centres = self.sample(centre_key, (_CENTRES,))
-        return samplers.mixture_draws(
-            draw_key, self.experts, self.exponents, centres, num_samples
-        )
+        centres = self.sample(centre_key, (samplers.CENTRES,))
+        return samplers.mixture_draws(draw_key, self.experts, self.exponents, centres, num_samples)
 
     def gibbs(
         self, key: Key[Array, ""], start: Float[Array, "chains dim"], num_sweeps: int
@@ -234,16 +242,10 @@ class ProductOfT(Distribution):
         The annealing gives modes far apart their masses, which single chains would be slow to.
         """
         count = math.prod(sample_shape)
-        chains = max(min(count, _MAX_CHAINS), 1)
-        rounds = -(-count // chains) or 1
-        anneal_key, resample_key, gibbs_key = jax.random.split(key, 3)
-        # Resampling from few particles would repeat the luck of one of them.
-        weighted = self._annealed(anneal_key, max(chains, 64), self.warmup_sweeps)
-        start = samplers.resample(resample_key, weighted, chains)
-        states = self.gibbs(gibbs_key, start, 6 + 2 * rounds)[7::2]
-        # Systematic resampling leaves the particles in order.
-        draws = jax.random.permutation(key, states.reshape(-1, self.experts.dim))
-        return draws[:count].reshape(*sample_shape, self.experts.dim)
+        draws = samplers.annealed_gibbs(
+            key, self.experts, self.exponents, count, self.warmup_sweeps
+        )
+        return draws.reshape(*sample_shape, self.experts.dim)
 
     def expectation(
         self,
@@ -271,6 +273,7 @@ class ProductOfT(Distribution):
         return samplers.annealed_draws(key, self.experts, self.exponents, num_samples, num_steps)
 
 
+@jax.jit
 def _log_mean(draws: samplers.WeightedDraws) -> LogNormalizer:
     count = draws.log_weights.shape[0]
     value = logsumexp(draws.log_weights) - math.log(count)
@@ -278,8 +281,8 @@ def _log_mean(draws: samplers.WeightedDraws) -> LogNormalizer:
     return LogNormalizer(value, jnp.sqrt(variance), draws.ess / count)
 
 
-def _log_normalizer_of_one(experts: Experts, exponents: Array) -> tuple[Array, Array]:
-    """log C of a single t: pi^(D/2) Gamma(a - D/2) / (Gamma(a) |Lambda|^(1/2)), and its error, 0."""
+def _log_normalizer_of_one(experts: Experts, exponents: Array | np.ndarray) -> tuple[Array, Array]:
+    """Log of C = pi^(D/2) Gamma(a - D/2) / (Gamma(a) |Lambda|^(1/2)) of one t, and its error, 0."""
     (exponent,) = exponents
     half = 0.5 * experts.dim
     cholesky = jnp.linalg.cholesky(experts.full_precision[0])

@@ -51,7 +51,6 @@ def coordinate_experts(scale: Float[np.ndarray, "dim dim"]) -> Experts:
     return low_rank_experts(jnp.asarray(loc), jnp.asarray(factor)[..., None])
 
 
-@partial(jax.jit, static_argnums=0)
 def curvatures(
     log_density: LogDensity, whitening: Whitening, points: Float[Array, "experts dim"]
 ) -> Float[Array, "experts dim dim"]:
@@ -78,6 +77,16 @@ def local_experts(
     local_scales: tuple[float | str, ...],
 ) -> Experts:
     """Experts at the points, with -Hessian / kappa, kappa from `local_scales` in turn."""
+    return _local_experts(log_density, local_scales, whitening, points)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _local_experts(
+    log_density: LogDensity,
+    local_scales: tuple[float | str, ...],
+    whitening: Whitening,
+    points: Array,
+) -> Experts:
     dim = points.shape[-1]
     kappas = [dim + 5.0 if each == "dof" else float(each) for each in local_scales]
     kappa = jnp.asarray([kappas[i % len(kappas)] for i in range(points.shape[0])])
@@ -85,6 +94,7 @@ def local_experts(
     return full_experts(points, 0.5 * (precision + jnp.swapaxes(precision, -1, -2)))
 
 
+@partial(jax.jit, static_argnums=3)
 def choose_points(
     key: Key[Array, ""],
     points: Float[Array, "draws dim"],

@@ -1,5 +1,7 @@
 """What a fit starts from: whitening, experts, exponents and chains; and a new choice of experts."""
 
+import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,8 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from moe_jax.product_of_t import placement, warmup
-from moe_jax.product_of_t.experts import Experts, join_experts, transform_experts
-from moe_jax.product_of_t.model import ProductOfT
+from moe_jax.product_of_t.experts import Experts, join_experts, log_factors, transform_experts
 from moe_jax.product_of_t.samplers import conditional_parameters, gibbs
 from moe_jax.product_of_t.settings import FitSettings
 from moe_jax.product_of_t.targets import LogDensity, Target
@@ -22,8 +23,8 @@ _BOUND_DRAWS = 500
 _TRUSTED_POWER = 0.3
 _PLACEMENT_POWER = 0.5
 _KEPT_EXPONENT = 1e-4
-_REFRESH_SWEEPS = 8
-_BURN_IN = 20
+# From the centres of experts, and of draws to choose new centres from.
+_SWEEPS = 12
 
 
 class Evaluations(NamedTuple):
@@ -82,9 +83,7 @@ def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Prepa
     best = 0
     if settings.match_iterations:
         batch, steps = settings.match_batch_size, settings.match_iterations
-        locs, scales = warmup.batch_and_match(
-            keys[0], log_density, loc[0], scale[0], batch, steps
-        )
+        locs, scales = warmup.batch_and_match(keys[0], log_density, loc[0], scale[0], batch, steps)
         loc = jnp.concatenate([loc, locs[-1:]])
         scale = jnp.concatenate([scale, scales[-1:]])
         bounds = [
@@ -118,9 +117,7 @@ def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Prepa
             drawn = placement.choose_points(keys[3], candidates.points, ratios, rest, power)
             points = jnp.concatenate([modes, drawn])
         points = _to_white(whitening, points)
-        parts.append(
-            placement.local_experts(log_density, whitening, points, settings.local_scales)
-        )
+        parts.append(placement.local_experts(log_density, whitening, points, settings.local_scales))
         used = used.plus(hessian=settings.local_experts)
     if not parts:
         raise ValueError("ladder=False and local_experts=0: no positive definite expert is left")
@@ -182,17 +179,16 @@ def refresh(
     count = num_full - len(kept)
 
     gibbs_key, choice_key = jax.random.split(key)
-    states = gibbs(gibbs_key, experts, before.exponents, before.points, _REFRESH_SWEEPS)
+    states = gibbs(gibbs_key, experts, before.exponents, before.points, _SWEEPS)
     points = states.reshape(-1, experts.dim)
     ratios = _log_ratios(log_density, before.whitening, experts, before.exponents, points)
     centres = placement.choose_points(
         choice_key, points, ratios, settings.local_experts, _PLACEMENT_POWER
     )
     # As many as there are local slots, whatever is kept, for the sake of static shapes.
-    fresh = placement.local_experts(
-        log_density, before.whitening, centres, settings.local_scales
-    )
-    experts = experts.replace(
+    fresh = placement.local_experts(log_density, before.whitening, centres, settings.local_scales)
+    experts = dataclasses.replace(
+        experts,
         full_loc=jnp.concatenate([experts.full_loc[kept], fresh.full_loc[:count]]),
         full_precision=jnp.concatenate(
             [experts.full_precision[kept], fresh.full_precision[:count]]
@@ -208,6 +204,7 @@ def refresh(
     )
 
 
+@partial(jax.jit, static_argnums=0)
 def _log_ratios(
     log_density: LogDensity,
     whitening: Whitening,
@@ -215,42 +212,37 @@ def _log_ratios(
     exponents: Array,
     points: Array,
 ) -> Array:
-    values = evaluate(log_density, whitening.loc[None] + points @ whitening.scale.T)
-    log_q = ProductOfT(experts, exponents).unnormalized_log_prob(points)
+    values = jax.vmap(log_density)(whitening.loc[None] + points @ whitening.scale.T)
+    log_q = -(log_factors(experts, points) @ exponents)
     return jnp.where(jnp.isfinite(values), values - log_q, -jnp.inf)
 
 
-def evaluate(log_density: LogDensity, points: Float[Array, "draws dim"]) -> Float[Array, " draws"]:
-    """log p at every point."""
-    return _evaluate(log_density, points)
-
-
-_evaluate = jax.jit(
-    lambda log_density, points: jax.vmap(log_density)(points), static_argnums=0
-)
-
-
+@jax.jit
 def _whitening(candidates: warmup.Candidates, anchor: Whitening) -> Whitening:
     """Moments of the candidates under tempered weights, or the anchor where those are poor."""
     dim = anchor.loc.shape[0]
     least = max(100.0, 10.0 * dim)
     power = warmup.temper(candidates.log_ratios, least)
-    if float(power) < _TRUSTED_POWER:
-        return anchor
-    weights = jax.nn.softmax(jnp.where(jnp.isfinite(candidates.log_ratios), power * candidates.log_ratios, -jnp.inf))
+    weights = jax.nn.softmax(
+        jnp.where(jnp.isfinite(candidates.log_ratios), power * candidates.log_ratios, -jnp.inf)
+    )
     loc = weights @ candidates.points
     offset = _to_white(anchor, candidates.points) - _to_white(anchor, loc[None])
     covariance = (offset * weights[:, None]).T @ offset
-    return Whitening(loc, anchor.scale @ jnp.linalg.cholesky(covariance))
+    scale = anchor.scale @ jnp.linalg.cholesky(covariance)
+    trusted = (power >= _TRUSTED_POWER) & jnp.all(jnp.isfinite(scale))
+    return Whitening(jnp.where(trusted, loc, anchor.loc), jnp.where(trusted, scale, anchor.scale))
 
 
+@jax.jit
 def _to_white(whitening: Whitening, points: Array) -> Array:
     offset = (points - whitening.loc[None]).T
     return jax.scipy.linalg.solve_triangular(whitening.scale, offset, lower=True).T
 
 
+@partial(jax.jit, static_argnums=3)
 def _start_chains(key: Array, experts: Experts, exponents: Array, count: int) -> Array:
     """States after some sweeps from the centres of positive definite experts, drawn at random."""
     pick_key, gibbs_key = jax.random.split(key)
     pick = jax.random.categorical(pick_key, jnp.log(experts.is_full_rank), shape=(count,))
-    return gibbs(gibbs_key, experts, exponents, experts.loc[pick], _BURN_IN)[-1]
+    return gibbs(gibbs_key, experts, exponents, experts.loc[pick], _SWEEPS)[-1]

@@ -3,12 +3,13 @@
     minimise  1/2 a' G a - h' a   over   a >= 0,  c' a >= r,   c in {0, 1}^K
 
 Projected Newton on a >= 0: Newton's step on the coordinates that are free, a search over step sizes
-along the projection, until the optimality conditions hold. Where c' a falls short of r, the solution
-is that of the programme with h + tau c, for the tau >= 0 at which c' a = r.
+along the projection, until the optimality conditions hold. Where c' a falls short of r, the
+solution is that of the programme with h + tau c, for the tau >= 0 at which c' a = r.
 
 Reference: Bertsekas 1982, "Projected Newton methods", for the first; the rest is the Lagrangian.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -125,11 +126,17 @@ def _solve_nonnegative(gram: Array, linear: Array, start: Array) -> Solution:
     return Solution(value, residual_of(value, gradient), iterations)
 
 
-def _raise_sum(gram: Array, cost: Array, least_sum: Array, free: Solution, solve) -> Solution:
+def _raise_sum(
+    gram: Array,
+    cost: Array,
+    least_sum: Array,
+    free: Solution,
+    solve: Callable[[Array, Array], Solution],
+) -> Solution:
     """The minimiser with cost' a = least_sum: Newton's method on tau, kept inside a bracket.
 
-    cost' a(tau) is piecewise linear and does not fall, with slope cost_F' G_FF^-1 cost_F on the free
-    experts F.
+    cost' a(tau) is piecewise linear and does not fall, with slope cost_F' G_FF^-1 cost_F on the
+    free experts F.
     """
 
     def unfinished(state: tuple) -> Array:

@@ -26,6 +26,9 @@ from moe_jax.product_of_t.experts import (
 # Share of plain Dirichlet draws in the mixture proposal. Without it the effective sample size would
 # not fall where no centre covers a mode (specification, 4.3).
 _DEFENSIVE = 0.05
+# Centres of the mixture proposal.
+CENTRES = 128
+_MAX_CHAINS = 1000
 _REFERENCE_DEGREES_OF_FREEDOM = 5.0
 
 
@@ -63,38 +66,53 @@ def log_gamma_draws(
     """
     flat = concentration.reshape(-1)
     size, dtype = flat.shape[0], flat.dtype
-    # Gamma(a) is Gamma(a + 1) U^(1/a), which avoids the small a where rejection fails.
+    # Gamma(a) is Gamma(a + 1) V^(1/a), which avoids the small a where rejection fails.
     raised = jnp.where(flat < 1, flat + 1, flat)
 
-    def propose(key: Array, shape: Array) -> tuple[Array, Array]:
+    def propose(key: Array, shape: Array) -> tuple[Array, Array, Array]:
         normal_key, uniform_key = jax.random.split(key)
         third = shape - 1.0 / 3.0
         normal = jax.random.normal(normal_key, shape.shape, dtype)
         root = 1 + normal / (3.0 * jnp.sqrt(third))
-        log_cube = 3.0 * jnp.log(jnp.where(root > 0, root, 1.0))
-        bound = 0.5 * normal**2 + third * (1.0 - jnp.exp(log_cube) + log_cube)
-        uniform = jax.random.uniform(uniform_key, shape.shape, dtype)
-        accepted = (root > 0) & (jnp.log1p(-uniform) < bound)
-        return jnp.log(third) + log_cube, accepted
+        safe = jnp.where(root > 0, root, 1.0)
+        log_cube = 3.0 * jnp.log(safe)
+        bound = 0.5 * normal**2 + third * (1.0 - safe**3 + log_cube)
+        log_uniform = jnp.log1p(-jax.random.uniform(uniform_key, shape.shape, dtype))
+        accepted = (root > 0) & (log_uniform < bound)
+        # Below a bound that it met, the uniform is uniform again: V costs no further draw.
+        return jnp.log(third) + log_cube, log_uniform - jnp.minimum(bound, 0.0), accepted
 
-    first_key, key, power_key = jax.random.split(key, 3)
-    value, accepted = propose(first_key, raised)
     slots = min(size, size // 16 + 64)
 
-    def refill(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        key, value, accepted = state
-        key, draw_key = jax.random.split(key)
+    def settle(state: tuple) -> tuple:
+        """Draws again, up to `slots` of them, until each is accepted."""
+        key, value, log_v, accepted = state
         (index,) = jnp.nonzero(~accepted, size=slots, fill_value=size)
-        again, is_good = propose(draw_key, raised.at[index].get(mode="fill", fill_value=1.0))
-        value = value.at[jnp.where(is_good, index, size)].set(again, mode="drop")
-        return key, value, accepted.at[index].set(is_good, mode="drop")
+        shape = raised.at[index].get(mode="fill", fill_value=1.0)
 
-    _, value, _ = jax.lax.while_loop(
-        lambda state: ~jnp.all(state[2]), refill, (key, value, accepted)
+        def retry(state: tuple) -> tuple:
+            key, value, log_v, accepted = state
+            key, draw_key = jax.random.split(key)
+            again = propose(draw_key, shape)
+            old = (value, log_v)
+            kept = [jnp.where(accepted, a, b) for a, b in zip(old, again[:2], strict=True)]
+            return key, *kept, accepted | again[2]
+
+        key, few, few_v, _ = jax.lax.while_loop(
+            lambda state: ~jnp.all(state[3]),
+            retry,
+            (key, jnp.zeros_like(shape), jnp.zeros_like(shape), index == size),
+        )
+        value = value.at[index].set(few, mode="drop")
+        log_v = log_v.at[index].set(few_v, mode="drop")
+        return key, value, log_v, accepted.at[index].set(True, mode="drop")
+
+    first_key, key = jax.random.split(key)
+    _, value, log_v, _ = jax.lax.while_loop(
+        lambda state: ~jnp.all(state[3]), settle, (key, *propose(first_key, raised))
     )
-    exponential = -jnp.log1p(-jax.random.uniform(power_key, flat.shape, dtype))
-    boost = jnp.where(flat < 1, exponential / jnp.where(flat > 0, flat, 1.0), 0.0)
-    return jnp.where(flat > 0, value - boost, -jnp.inf).reshape(concentration.shape)
+    boost = jnp.where(flat < 1, log_v / jnp.where(flat > 0, flat, 1.0), 0.0)
+    return jnp.where(flat > 0, value + boost, -jnp.inf).reshape(concentration.shape)
 
 
 def gibbs_sweep(
@@ -166,7 +184,7 @@ def conditional_parameters(
 def _draw_conditionals(
     key: Array, experts: Experts, exponents: Array, log_weights: Array
 ) -> tuple[Array, Array]:
-    """z | w for every row of unnormalised log w, and log C_alpha(w)."""
+    """Z | w for every row of unnormalised log w, and log C_alpha(w)."""
     weights = jax.nn.softmax(log_weights, axis=-1)
     centre, cholesky, spread, log_mass = conditional_parameters(experts, exponents, weights)
     chi_key, normal_key = jax.random.split(key)
@@ -205,7 +223,7 @@ def mixture_draws(
 ) -> WeightedDraws:
     """Weighted draws with w from a mixture of Dirichlets scaled by what the centres see.
 
-    Given z_j, w = lambda / sum(lambda) with lambda_k ~ Gamma(alpha_k, rate D_k(z_j)) has the density
+    Given z_j, w = lambda / sum(lambda) with lambda_k ~ Gamma(alpha_k, rate D_k(z_j)) has density
     Dirichlet(w; alpha) prod_k D_k(z_j)^alpha_k (sum_k w_k D_k(z_j))^-A. The proposal is the equal
     mixture of these and of 5% of Dirichlet(alpha) itself, in which Dirichlet(w; alpha) cancels from
     the weight. Centres that are draws of the product make it the exact marginal of w in the limit.
@@ -271,6 +289,30 @@ def annealed_draws(
     return WeightedDraws(
         values=values, log_weights=log_weights, ess=effective_sample_size(log_weights)
     )
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def annealed_gibbs(
+    key: Key[Array, ""],
+    experts: Experts,
+    exponents: Float[Array, " experts"],
+    num_samples: int,
+    num_steps: int,
+) -> Float[Array, "samples dim"]:
+    """Draws without weights: annealed, resampled, then moved by Gibbs sweeps.
+
+    Asked for more draws than there are chains, each chain gives several, two sweeps apart.
+    """
+    chains = max(min(num_samples, _MAX_CHAINS), 1)
+    rounds = -(-num_samples // chains) or 1
+    anneal_key, resample_key, gibbs_key, order_key = jax.random.split(key, 4)
+    # Resampling from few particles would repeat the luck of one of them.
+    weighted = annealed_draws(anneal_key, experts, exponents, max(chains, 64), num_steps)
+    start = resample(resample_key, weighted, chains)
+    states = gibbs(gibbs_key, experts, exponents, start, 6 + 2 * rounds)[7::2]
+    # Systematic resampling leaves the particles in order.
+    draws = jax.random.permutation(order_key, states.reshape(-1, experts.dim))
+    return draws[:num_samples]
 
 
 def resample(

@@ -30,7 +30,7 @@ class LogDensity:
     input_dtype: Any = np.float64
 
     def __call__(self, point: Float[Array, " dim"]) -> Float[Array, ""]:
-        """log p(point)."""
+        """Log p(point)."""
         # The target's dtypes and ranks are its author's business.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return jnp.asarray(self.function(point.astype(self.input_dtype))).astype(point.dtype)
@@ -61,7 +61,9 @@ def target_of_function(
     Raises:
         ValueError: if `starts` does not fit `dim`, or `function` does not return a scalar.
     """
-    if starts is None:
+    if dim is not None and dim < 1:
+        raise ValueError(f"dim={dim}: expected at least 1")
+    if starts is None and dim is not None:
         shape = (_NUM_STARTS, dim)
         radius = _START_RADIUS
         starts = np.asarray(jax.random.uniform(key, shape, minval=-radius, maxval=radius))

@@ -179,7 +179,7 @@ def _value_programme(log_d: Array, values: Array, weights: Array) -> tuple[Array
 
 
 def settings_of_update(settings: FitSettings) -> FitSettings:
-    """The settings with those that `update` does not read set to defaults, to share compilations."""
+    """The settings, those that `update` does not read at defaults, to share compilations."""
     default = FitSettings()
     unread = (
         "rounds", "iterations", "average", "whiten", "placement", "local_experts", "local_scales",

@@ -92,7 +92,15 @@ def _climb(log_density: LogDensity, starts: Array) -> tuple:
     def unfinished(state: tuple) -> Array:
         return jnp.any(~state[5]) & (state[7] < _MAX_CLIMB)
 
-    def step(point, value, gradient, curvature, damping, done, steps) -> tuple:
+    def step(
+        point: Array,
+        value: Array,
+        gradient: Array,
+        curvature: Array,
+        damping: Array,
+        done: Array,
+        steps: Array,
+    ) -> tuple:
         usable = jnp.where(jnp.isfinite(curvature), curvature, 0.0)
         values, vectors, scale = _absolute_inverse(usable)
         size = jnp.maximum(jnp.abs(values), _EIGENVALUE_FLOOR * jnp.max(jnp.abs(values)))
@@ -110,7 +118,10 @@ def _climb(log_density: LogDensity, starts: Array) -> tuple:
 
         return (
             choose(trial, point),
-            *(choose(new, old) for new, old in zip(after, (value, gradient, curvature), strict=True)),
+            *(
+                choose(new, old)
+                for new, old in zip(after, (value, gradient, curvature), strict=True)
+            ),
             jnp.where(better, 0.2 * damping, 8.0 * damping + 1e-8),
             done | stuck | ((decrement < _CONVERGED) & is_good(value, gradient, curvature)),
             steps + ~done,
@@ -174,7 +185,7 @@ def find_anchors(log_density: LogDensity, starts: Float[np.ndarray, "starts dim"
 
 
 def _inverse_root(precision: np.ndarray) -> np.ndarray | None:
-    """Lower Cholesky factor of the inverse, through a scaling to unit diagonal; None if singular."""
+    """Lower Cholesky factor of the inverse, by a scaling to unit diagonal; None if singular."""
     diagonal = np.diagonal(precision)
     if not np.all(diagonal > 0):
         return None
@@ -184,7 +195,7 @@ def _inverse_root(precision: np.ndarray) -> np.ndarray | None:
         return None
     # A square root by QR keeps digits that forming the covariance would lose.
     root = scale[:, None] * vectors / np.sqrt(values)[None]
-    triangular = np.linalg.qr(root.T, mode="r").T
+    triangular = np.asarray(np.linalg.qr(root.T, mode="r")).T
     return triangular * np.where(np.diagonal(triangular) < 0, -1.0, 1.0)[None]
 
 
@@ -262,7 +273,7 @@ def evidence_bound(
     scale: Float[Array, "dim dim"],
     num_samples: int,
 ) -> Float[Array, ""]:
-    """E log p + log|scale| under N(loc, scale scale'), which ranks Gaussians; -inf if not finite."""
+    """E log p + log|scale| under N(loc, scale scale'), to rank Gaussians; -inf if not finite."""
     noise = jax.random.normal(key, (num_samples, loc.shape[0]), loc.dtype)
     values = jax.vmap(log_density)(loc[None] + noise @ scale.T)
     bound = jnp.mean(values) + jnp.sum(jnp.log(jnp.diagonal(scale)))

@@ -1,6 +1,7 @@
 """ARMA(1, 1) of posteriordb, nearly Gaussian.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/arma11.py --workdir=runs/arma11
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/arma11.py \
+    --workdir=runs/arma11
 """
 
 from ml_collections import ConfigDict

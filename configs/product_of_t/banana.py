@@ -1,6 +1,7 @@
 """A banana: the second coordinate is a parabola of the first.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/banana.py --workdir=runs/banana
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/banana.py \
+    --workdir=runs/banana
 """
 
 from ml_collections import ConfigDict

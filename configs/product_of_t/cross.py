@@ -1,6 +1,7 @@
 """Four elongated Gaussians that cross.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/cross.py --workdir=runs/cross
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/cross.py \
+    --workdir=runs/cross
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Eight schools of posteriordb, centred: no mode, a funnel.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/eight_schools_centered.py --workdir=runs/eight_schools_centered
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/eight_schools_centered.py \
+    --workdir=runs/eight_schools_centered
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Eight schools of posteriordb, not centred.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/eight_schools_noncentered.py --workdir=runs/eight_schools_noncentered
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/eight_schools_noncentered.py \
+    --workdir=runs/eight_schools_noncentered
 """
 
 from ml_collections import ConfigDict

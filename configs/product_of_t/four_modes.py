@@ -1,6 +1,7 @@
 """Four Gaussians of unequal weight.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/four_modes.py --workdir=runs/four_modes
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/four_modes.py \
+    --workdir=runs/four_modes
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Neal's funnel.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/funnel.py --workdir=runs/funnel
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/funnel.py \
+    --workdir=runs/funnel
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """GARCH(1, 1) of posteriordb, skewed.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/garch11.py --workdir=runs/garch11
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/garch11.py \
+    --workdir=runs/garch11
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Poisson Gaussian process regression of posteriordb.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/gp_pois_regr.py --workdir=runs/gp_pois_regr
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/gp_pois_regr.py \
+    --workdir=runs/gp_pois_regr
 """
 
 from ml_collections import ConfigDict

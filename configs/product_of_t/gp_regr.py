@@ -1,6 +1,7 @@
 """Gaussian process regression of posteriordb.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/gp_regr.py --workdir=runs/gp_regr
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/gp_regr.py \
+    --workdir=runs/gp_regr
 """
 
 from ml_collections import ConfigDict

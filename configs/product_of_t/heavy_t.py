@@ -1,6 +1,7 @@
 """Multivariate t with 3 degrees of freedom, in 10 dimensions.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/heavy_t.py --workdir=runs/heavy_t
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/heavy_t.py \
+    --workdir=runs/heavy_t
 """
 
 from ml_collections import ConfigDict

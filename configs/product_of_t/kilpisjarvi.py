@@ -1,6 +1,7 @@
 """Linear regression of posteriordb on uncentred years: a correlation of 1.000.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/kilpisjarvi.py --workdir=runs/kilpisjarvi
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/kilpisjarvi.py \
+    --workdir=runs/kilpisjarvi
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Mixture of two Gaussians of posteriordb.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/low_dim_gauss_mix.py --workdir=runs/low_dim_gauss_mix
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/low_dim_gauss_mix.py \
+    --workdir=runs/low_dim_gauss_mix
 """
 
 from ml_collections import ConfigDict

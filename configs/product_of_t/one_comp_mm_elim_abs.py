@@ -1,6 +1,7 @@
 """One-compartment model of posteriordb, heavy-tailed.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/one_comp_mm_elim_abs.py --workdir=runs/one_comp_mm_elim_abs
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/one_comp_mm_elim_abs.py \
+    --workdir=runs/one_comp_mm_elim_abs
 """
 
 from ml_collections import ConfigDict

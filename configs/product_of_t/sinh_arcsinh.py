@@ -1,6 +1,7 @@
 """Sinh-arcsinh normal, skewed to the right, in 10 dimensions.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/sinh_arcsinh.py --workdir=runs/sinh_arcsinh
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/sinh_arcsinh.py \
+    --workdir=runs/sinh_arcsinh
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Skew t of Azzalini and Capitanio, in 10 dimensions.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/skew_t.py --workdir=runs/skew_t
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/skew_t.py \
+    --workdir=runs/skew_t
 """
 
 from ml_collections import ConfigDict

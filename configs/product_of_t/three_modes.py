@@ -1,6 +1,7 @@
 """Three overlapping Gaussians.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/three_modes.py --workdir=runs/three_modes
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/three_modes.py \
+    --workdir=runs/three_modes
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Two Gaussians of opposite correlation.
 
-python -m moe_jax.product_of_t.main --config=configs/product_of_t/two_modes.py --workdir=runs/two_modes
+python -m moe_jax.product_of_t.main --config=configs/product_of_t/two_modes.py \
+    --workdir=runs/two_modes
 """
 
 from ml_collections import ConfigDict

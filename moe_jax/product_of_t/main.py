@@ -123,14 +123,10 @@ def _load_target(config: TargetConfig) -> _Target:
     with jax.enable_x64(True):
         reference = np.asarray(synthetic.sample(jax.random.key(20_000), NUM_REFERENCE))
     names = tuple(f"z[{index + 1}]" for index in range(config.dim))
-    return _Target(
-        synthetic.log_density, config.dim, names, reference, lambda draws: {"z": draws}
-    )
+    return _Target(synthetic.log_density, config.dim, names, reference, lambda draws: {"z": draws})
 
 
-def _fit(
-    key: jax.Array, target: _Target, settings: FitSettings, folder: Path
-) -> FitResult:
+def _fit(key: jax.Array, target: _Target, settings: FitSettings, folder: Path) -> FitResult:
     total = settings.rounds * settings.iterations
     shown = ("fisher_divergence", "ess", "num_active")
     with (
@@ -159,9 +155,10 @@ def _write(
     folder: Path, target: _Target, result: FitResult, others: Mapping[str, np.ndarray]
 ) -> None:
     sites = target.constrain(np.asarray(result.draws))
-    np.savez(folder / "draws.npz", **{name: site[None] for name, site in sites.items()})
+    draws: dict[str, Any] = {name: site[None] for name, site in sites.items()}
+    np.savez(folder / "draws.npz", **draws)
     distribution = result.distribution
-    experts = {
+    experts: dict[str, Any] = {
         name: np.asarray(getattr(distribution.experts, name))
         for name in ("full_loc", "full_precision", "factored_loc", "factored_factor",
                      "factored_diagonal")

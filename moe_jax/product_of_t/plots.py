@@ -183,7 +183,8 @@ def plot_experts(
             has_diagonal = np.any(np.asarray(experts.factored_diagonal[factored]) > 0)
             is_line = factor.shape[1] == 1 and not has_diagonal and not np.any(factor[2:])
             if is_line:
-                _draw_line(left, np.asarray(experts.factored_loc[factored])[:2], factor[:2, 0], color)
+                loc = np.asarray(experts.factored_loc[factored])[:2]
+                _draw_line(left, loc, factor[:2, 0], color)
     (x_low, x_high), (y_low, y_high) = _limits(draws[:, :2])
     left.set_xlim(x_low, x_high)
     left.set_ylim(y_low, y_high)
@@ -212,14 +213,17 @@ def _draw_ellipse(axes: Axes, loc: np.ndarray, covariance: np.ndarray, color: An
     values, vectors = np.linalg.eigh(covariance)
     angle = np.degrees(np.arctan2(vectors[1, 1], vectors[0, 1]))
     width, height = 2.0 * np.sqrt(_LEVEL * values[::-1])
-    axes.add_patch(Ellipse(loc, width, height, angle=angle, fill=False, color=color, lw=1.1))
+    axes.add_patch(
+        Ellipse((loc[0], loc[1]), width, height, angle=angle, fill=False, color=color, lw=1.1)
+    )
     axes.plot(*loc, ".", ms=4, color=color)
 
 
 def _draw_line(axes: Axes, loc: np.ndarray, normal: np.ndarray, color: Any) -> None:
     direction = np.array([-normal[1], normal[0]])
     if np.any(direction):
-        axes.axline(loc, loc + direction, color=color, lw=0.9, ls="--")
+        end = loc + direction
+        axes.axline((loc[0], loc[1]), (end[0], end[1]), color=color, lw=0.9, ls="--")
 
 
 def _limits(draws: np.ndarray) -> list[tuple[float, float]]:

@@ -240,9 +240,9 @@ def _to_white(whitening: Whitening, points: Array) -> Array:
     return jax.scipy.linalg.solve_triangular(whitening.scale, offset, lower=True).T
 
 
-@partial(jax.jit, static_argnums=3)
 def _start_chains(key: Array, experts: Experts, exponents: Array, count: int) -> Array:
     """States after some sweeps from the centres of positive definite experts, drawn at random."""
     pick_key, gibbs_key = jax.random.split(key)
     pick = jax.random.categorical(pick_key, jnp.log(experts.is_full_rank), shape=(count,))
+    # `refresh` calls the same compiled function.
     return gibbs(gibbs_key, experts, exponents, experts.loc[pick], _SWEEPS)[-1]

@@ -60,59 +60,40 @@ def log_gamma_draws(
 ) -> Float[Array, "batch experts"]:
     """Logarithms of independent Gamma(concentration, 1) variables; -inf where it is 0.
 
-    Marsaglia and Tsang (2000) on the whole array at once, and again on what they reject, about one
-    in thirty. `jax.random.loggamma` runs a loop of its own for each element on CPU, at fifteen
-    times the cost, which would be most of the cost of a fit.
+    Marsaglia and Tsang (2000) on the whole array at once, again until nothing is left of the one in
+    thirty that each pass rejects. `jax.random.loggamma` runs a loop of its own for each element on
+    CPU, at fifteen times the cost, which would be most of the cost of a fit.
     """
-    flat = concentration.reshape(-1)
-    size, dtype = flat.shape[0], flat.dtype
+    dtype = concentration.dtype
     # Gamma(a) is Gamma(a + 1) V^(1/a), which avoids the small a where rejection fails.
-    raised = jnp.where(flat < 1, flat + 1, flat)
+    shape = jnp.where(concentration < 1, concentration + 1, concentration)
+    third = shape - 1.0 / 3.0
 
-    def propose(key: Array, shape: Array) -> tuple[Array, Array, Array]:
-        normal_key, uniform_key = jax.random.split(key)
-        third = shape - 1.0 / 3.0
+    def propose(state: tuple) -> tuple:
+        key, value, log_v, accepted = state
+        key, normal_key, uniform_key = jax.random.split(key, 3)
         normal = jax.random.normal(normal_key, shape.shape, dtype)
         root = 1 + normal / (3.0 * jnp.sqrt(third))
         safe = jnp.where(root > 0, root, 1.0)
         log_cube = 3.0 * jnp.log(safe)
         bound = 0.5 * normal**2 + third * (1.0 - safe**3 + log_cube)
         log_uniform = jnp.log1p(-jax.random.uniform(uniform_key, shape.shape, dtype))
-        accepted = (root > 0) & (log_uniform < bound)
+        good = (root > 0) & (log_uniform < bound)
+        new = good & ~accepted
+        value = jnp.where(new, jnp.log(third) + log_cube, value)
         # Below a bound that it met, the uniform is uniform again: V costs no further draw.
-        return jnp.log(third) + log_cube, log_uniform - jnp.minimum(bound, 0.0), accepted
+        log_v = jnp.where(new, log_uniform - jnp.minimum(bound, 0.0), log_v)
+        return key, value, log_v, accepted | good
 
-    slots = min(size, size // 16 + 64)
-
-    def settle(state: tuple) -> tuple:
-        """Draws again, up to `slots` of them, until each is accepted."""
-        key, value, log_v, accepted = state
-        (index,) = jnp.nonzero(~accepted, size=slots, fill_value=size)
-        shape = raised.at[index].get(mode="fill", fill_value=1.0)
-
-        def retry(state: tuple) -> tuple:
-            key, value, log_v, accepted = state
-            key, draw_key = jax.random.split(key)
-            again = propose(draw_key, shape)
-            old = (value, log_v)
-            kept = [jnp.where(accepted, a, b) for a, b in zip(old, again[:2], strict=True)]
-            return key, *kept, accepted | again[2]
-
-        key, few, few_v, _ = jax.lax.while_loop(
-            lambda state: ~jnp.all(state[3]),
-            retry,
-            (key, jnp.zeros_like(shape), jnp.zeros_like(shape), index == size),
-        )
-        value = value.at[index].set(few, mode="drop")
-        log_v = log_v.at[index].set(few_v, mode="drop")
-        return key, value, log_v, accepted.at[index].set(True, mode="drop")
-
-    first_key, key = jax.random.split(key)
+    # A shape that is no number accepts nothing: it gives no number, instead of a loop for ever.
+    hopeless = ~jnp.isfinite(shape)
+    first = jnp.where(hopeless, jnp.nan, jnp.zeros_like(shape))
     _, value, log_v, _ = jax.lax.while_loop(
-        lambda state: ~jnp.all(state[3]), settle, (key, *propose(first_key, raised))
+        lambda state: ~jnp.all(state[3]), propose, (key, first, first, hopeless)
     )
-    boost = jnp.where(flat < 1, log_v / jnp.where(flat > 0, flat, 1.0), 0.0)
-    return jnp.where(flat > 0, value + boost, -jnp.inf).reshape(concentration.shape)
+    is_positive = concentration > 0
+    boost = jnp.where(concentration < 1, log_v / jnp.where(is_positive, concentration, 1.0), 0.0)
+    return jnp.where(concentration == 0, -jnp.inf, value + boost)
 
 
 def gibbs_sweep(

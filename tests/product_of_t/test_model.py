@@ -82,7 +82,8 @@ def test_conditional_is_the_t_that_the_weights_give():
         spread = 1 + np.einsum("k,ki,kij,kj->", w, offset, PRECISION, offset)
         nu = 2 * EXPONENTS.sum() - 2
         expected = multivariate_t(centre, np.linalg.inv(precision) * spread / nu, df=nu)
-        ours = conditional.log_prob(jnp.asarray(POINTS)[:, None])[:, index]
+        with jax.numpy_rank_promotion("allow"):  # numpyro broadcasts
+            ours = conditional.log_prob(jnp.asarray(POINTS)[:, None])[:, index]
         np.testing.assert_allclose(ours, expected.logpdf(POINTS), rtol=1e-9)
 
 
@@ -253,7 +254,8 @@ def test_single_precision_far_from_zero_keeps_the_normalizer():
     def log_mass(dtype):
         experts = full_experts(jnp.asarray(shifted, dtype), jnp.asarray(PRECISION, dtype))
         exponents = jnp.asarray(EXPONENTS, dtype)
-        return np.asarray(conditional_parameters(experts, exponents, jnp.asarray(weights, dtype))[3])
+        simplex = jnp.asarray(weights, dtype)
+        return np.asarray(conditional_parameters(experts, exponents, simplex)[3])
 
     np.testing.assert_allclose(log_mass(jnp.float32), log_mass(jnp.float64), atol=2e-3)
 
@@ -275,7 +277,6 @@ def test_distribution_passes_through_jit_as_an_argument():
             "not symmetric",
         ),
         (lambda: full_experts(jnp.zeros((1, 2)), jnp.full((1, 2, 2), jnp.nan)), "not finite"),
-        (lambda: full_experts(jnp.zeros((2, 2)), jnp.eye(2)[None]), "expected .K, D. and"),
         (lambda: diagonal_experts(jnp.zeros((1, 2)), jnp.array([[1.0, 0.0]])), "expected all > 0"),
         (
             lambda: low_rank_experts(jnp.zeros((1, 2)), jnp.ones((1, 2, 1)), -jnp.ones((1, 2))),
@@ -310,10 +311,8 @@ def test_flat_experts_do_not_count_towards_integrability():
 
 
 def test_constant_of_one_t():
-    """C = pi^(D/2) Gamma(a - D/2) / (Gamma(a) sqrt|Lambda|), here with |Lambda| = 2 * 0.5 - 0.36."""
-    q = ProductOfT(
-        full_experts(jnp.asarray(LOC[:1]), jnp.asarray(PRECISION[:1])), jnp.array([2.5])
-    )
+    """C = pi^(D/2) Gamma(a - D/2) / (Gamma(a) sqrt|Lambda|) with |Lambda| = 2 * 0.5 - 0.36."""
+    q = ProductOfT(full_experts(jnp.asarray(LOC[:1]), jnp.asarray(PRECISION[:1])), jnp.array([2.5]))
     expected = np.log(np.pi) + gammaln(1.5) - gammaln(2.5) - 0.5 * np.log(0.64)
     assert float(q.log_normalizer) == pytest.approx(expected, rel=1e-12)
 

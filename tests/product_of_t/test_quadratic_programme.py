@@ -20,7 +20,7 @@ def double_precision():
 
 
 def problem(seed, size, rows=None, spread=1.0):
-    """A least-squares problem |A x - b|^2 with columns of different scales; about half are active."""
+    """A least-squares problem |A x - b|^2, columns of different scales; about half are active."""
     rng = np.random.default_rng(seed)
     matrix = rng.normal(size=(rows or 2 * size, size)) * np.exp(spread * rng.normal(size=size))
     return matrix, matrix @ rng.normal(size=size) + rng.normal(size=len(matrix))
@@ -93,7 +93,11 @@ def test_active_bound_agrees_with_a_general_optimiser():
         np.full(12, least / 12),
         jac=lambda a: (gram @ a - linear) / scale,
         bounds=[(0, None)] * 12,
-        constraints={"type": "ineq", "fun": lambda a: a.sum() - least, "jac": lambda a: np.ones(12)},
+        constraints={
+            "type": "ineq",
+            "fun": lambda a: a.sum() - least,
+            "jac": lambda a: np.ones(12),
+        },
         method="SLSQP",
         options={"maxiter": 500, "ftol": 1e-14},
     )

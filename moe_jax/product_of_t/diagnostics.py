@@ -8,6 +8,9 @@ from jaxtyping import Array, Float
 
 # Above this shape the importance weights have no finite moment that averages could rely on.
 MAX_PARETO_K = 0.7
+# Ratios that differ by less than this share of the largest are equal for every purpose: the shape
+# of their tail is that of nothing.
+_EQUAL = 1e-3
 # Fewer effective draws than this say nothing about an expectation.
 MIN_ESS = 100.0
 
@@ -55,7 +58,8 @@ def pareto_smooth(
 
     Returns:
         Normalised log weights, and k-hat: below 0.7 weighted means are reliable; -1 where the
-        ratios do not vary, infinite where fewer than 5 draws make the tail.
+        largest ratios differ by less than a thousandth, infinite where fewer than 5 draws make the
+        tail.
 
     Reference: Vehtari et al. 2024, "Pareto smoothed importance sampling" (arXiv 1507.02646).
     """
@@ -69,7 +73,7 @@ def pareto_smooth(
     order = jnp.argsort(usable)
     cutoff = usable[order[count - tail - 1]]
     excess = jnp.exp(usable[order[count - tail :]]) - jnp.exp(cutoff)
-    flat = excess[-1] <= 1e-9
+    flat = excess[-1] <= _EQUAL
     # Ties at the cutoff leave zeros, which the fit's logarithms do not mind but its quartile does.
     excess = jnp.where(flat, jnp.linspace(0.1, 1.0, tail, dtype=usable.dtype), excess)
     shape, scale = _fit_generalized_pareto(jnp.maximum(excess, 1e-12 * excess[-1]))

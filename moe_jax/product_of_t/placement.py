@@ -100,11 +100,10 @@ def choose_points(
     points: Float[Array, "draws dim"],
     log_ratios: Float[Array, " draws"],
     count: int,
-    power: float = 0.5,
 ) -> Float[Array, "count dim"]:
-    """Draws without replacement, with probabilities by (p / proposal)^power: Gumbel's top k."""
+    """Draws without replacement, with probabilities by sqrt(p / proposal): Gumbel's top k."""
     noise = jax.random.gumbel(key, log_ratios.shape, log_ratios.dtype)
-    ranks = jnp.where(jnp.isfinite(log_ratios), power * log_ratios + noise, -jnp.inf)
+    ranks = jnp.where(jnp.isfinite(log_ratios), 0.5 * log_ratios + noise, -jnp.inf)
     return points[jax.lax.top_k(ranks, count)[1]]
 
 

@@ -21,7 +21,6 @@ _MIN_CANDIDATES = 1000
 _BOUND_DRAWS = 500
 # Below this power of p / proposal, the tempered moments say more of the proposal than of p.
 _TRUSTED_POWER = 0.3
-_PLACEMENT_POWER = 0.5
 _KEPT_EXPONENT = 1e-4
 # From the centres of experts, and of draws to choose new centres from.
 _SWEEPS = 12
@@ -113,8 +112,7 @@ def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Prepa
             modes = jnp.repeat(modes, len(settings.local_scales), axis=0)
             modes = modes[: settings.local_experts // 2]
             rest = settings.local_experts - modes.shape[0]
-            ratios, power = candidates.log_ratios, _PLACEMENT_POWER
-            drawn = placement.choose_points(keys[3], candidates.points, ratios, rest, power)
+            drawn = placement.choose_points(keys[3], *candidates, rest)
             points = jnp.concatenate([modes, drawn])
         points = _to_white(whitening, points)
         parts.append(placement.local_experts(log_density, whitening, points, settings.local_scales))
@@ -182,9 +180,7 @@ def refresh(
     states = gibbs(gibbs_key, experts, before.exponents, before.points, _SWEEPS)
     points = states.reshape(-1, experts.dim)
     ratios = _log_ratios(log_density, before.whitening, experts, before.exponents, points)
-    centres = placement.choose_points(
-        choice_key, points, ratios, settings.local_experts, _PLACEMENT_POWER
-    )
+    centres = placement.choose_points(choice_key, points, ratios, settings.local_experts)
     # As many as there are local slots, whatever is kept, for the sake of static shapes.
     fresh = placement.local_experts(log_density, before.whitening, centres, settings.local_scales)
     experts = dataclasses.replace(

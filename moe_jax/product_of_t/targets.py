@@ -29,8 +29,8 @@ class LogDensity:
     function: Callable[[Array], Array]
     input_dtype: Any = np.float64
 
-    def __call__(self, point: Float[Array, " dim"]) -> Float[Array, ""]:
-        """Log p(point)."""
+    def __call__(self, point: Float[Array, " dim"]) -> Array:
+        """Log p(point), a scalar unless the function is at fault, which `target_of_...` reports."""
         # The target's dtypes and ranks are its author's business.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return jnp.asarray(self.function(point.astype(self.input_dtype))).astype(point.dtype)

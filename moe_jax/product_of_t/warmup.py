@@ -124,7 +124,7 @@ def _climb(log_density: LogDensity, starts: Array) -> tuple:
             ),
             jnp.where(better, 0.2 * damping, 8.0 * damping + 1e-8),
             done | stuck | ((decrement < _CONVERGED) & is_good(value, gradient, curvature)),
-            steps + ~done,
+            steps + (~done).astype(steps.dtype),
         )
 
     def step_all(state: tuple) -> tuple:
@@ -235,7 +235,7 @@ def batch_and_match(
         finite = jnp.isfinite(values) & jnp.all(jnp.isfinite(scores), axis=-1)
         scores = jnp.where(finite[:, None], scores, 0.0)
         length = jnp.sum((scores @ root) ** 2, axis=-1)
-        weights = finite / (1.0 + length / (20.0 * dim))
+        weights = jnp.where(finite, 1.0 / (1.0 + length / (20.0 * dim)), 0.0)
         weights = weights / jnp.maximum(jnp.sum(weights), 1e-300)
         step_size = batch_size * dim / (index + 1.0)
         shrunk = step_size / (1.0 + step_size)

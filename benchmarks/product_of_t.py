@@ -35,40 +35,44 @@ from benchmarks.product_of_t_convergence import run_convergence
 from benchmarks.product_of_t_cost import run_cost
 from benchmarks.product_of_t_figures import draw_figures
 from benchmarks.product_of_t_metrics import compare
-from benchmarks.product_of_t_tables import print_tables
+from benchmarks.product_of_t_tables import METHODS, print_tables
 from moe_jax.product_of_t import fit_product_of_t, pareto_smooth
 from moe_jax.product_of_t.posteriordb import POSTERIORS
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PATHS = 20
-FLOWS = ("AutoBNAFNormal", "AutoIAFNormal")
+# Of a flow that may evaluate ten times as many scores.
+TENFOLD = " x10"
 MAX_TENFOLD_DIM = 10
 
 
-def run_case(case: Case, keys: Sequence[jax.Array]) -> dict[str, Any]:
-    """Every method on one target: errors, k-hat, counts and seconds of every key."""
+def run_case(case: Case, keys: Sequence[jax.Array], wanted: Sequence[str]) -> dict[str, Any]:
+    """The wanted methods on one target: errors, k-hat, counts and seconds of every key."""
     methods: dict[str, list[dict[str, Any]]] = {"ProductOfT": run_product(case, keys)}
     budget = max(run["scores"] for run in methods["ProductOfT"])
-    arguments = (list(keys), case.log_density, case.dim)
-    runs: dict[str, list[Fit]] = {}
-    for name in ("AutoNormal", "AutoMultivariateNormal", *FLOWS):
-        runs[name] = run_variational(name, *arguments, budget)
-    if case.dim <= MAX_TENFOLD_DIM and case.name not in POSTERIORS:
-        for name in FLOWS:
-            runs[f"{name} x10"] = run_variational(name, *arguments, 10 * budget)
-    for name in ("GSM", "BaM"):
-        runs[name] = run_gaussian(name, *arguments, budget)
-    runs["Pathfinder"] = run_pathfinder(1, *arguments)
-    runs["MultiPathfinder"] = run_pathfinder(NUM_PATHS, *arguments)
-    runs["NUTS"] = run_nuts(list(keys)[:1], *arguments[1:])
-    for name, fits in runs.items():
-        methods[name] = [describe(fit, case) for fit in fits]
+    with_tenfold = case.dim <= MAX_TENFOLD_DIM and case.name not in POSTERIORS
+    for name in wanted:
+        if name != "ProductOfT" and (with_tenfold or not name.endswith(TENFOLD)):
+            fits = _run_peer(name, list(keys), case, budget)
+            methods[name] = [describe(fit, case) for fit in fits]
     return {
         "dim": case.dim,
         "budget": budget,
         "floor": compare(case.fresh, case.reference),
         "methods": methods,
     }
+
+
+def _run_peer(name: str, keys: list[jax.Array], case: Case, budget: int) -> list[Fit]:
+    arguments = (keys, case.log_density, case.dim)
+    if name in ("GSM", "BaM"):
+        return run_gaussian(name, *arguments, budget)
+    if name in ("Pathfinder", "MultiPathfinder"):
+        return run_pathfinder(1 if name == "Pathfinder" else NUM_PATHS, *arguments)
+    if name == "NUTS":
+        return run_nuts(keys[:1], *arguments[1:])
+    factor = 10 if name.endswith(TENFOLD) else 1
+    return run_variational(name.removesuffix(TENFOLD), *arguments, factor * budget)
 
 
 def run_product(case: Case, keys: Sequence[jax.Array]) -> list[dict[str, Any]]:
@@ -132,7 +136,7 @@ def describe(fit: Fit, case: Case) -> dict[str, Any]:
     return record
 
 
-def run_part(name: str, num_keys: int) -> dict[str, Any]:
+def run_part(name: str, num_keys: int, methods: Sequence[str]) -> dict[str, Any]:
     """One part of the benchmark in this process: a case, or `ablation:CASE`, or a study."""
     keys = [jax.random.key(seed) for seed in range(num_keys)]
     kind, _, case = name.rpartition(":")
@@ -145,7 +149,7 @@ def run_part(name: str, num_keys: int) -> dict[str, Any]:
         if kind == "ablation":
             return run_ablation(load_case(case), keys)
         with jax.enable_x64(True):
-            return run_case(load_case(name), keys)
+            return run_case(load_case(name), keys, methods)
 
 
 def parts(only: Sequence[str]) -> list[str]:
@@ -159,7 +163,9 @@ def parts(only: Sequence[str]) -> list[str]:
     return [name for name in every if name in only] if only else every
 
 
-def run_parts(names: Iterable[str], folder: Path, num_keys: int, num_processes: int) -> None:
+def run_parts(
+    names: Iterable[str], folder: Path, num_keys: int, methods: Sequence[str], num_processes: int
+) -> None:
     """Runs each part in a process of its own, on one core, several at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     waiting = [name for name in names if not record_path(folder, name).exists()]
@@ -172,6 +178,7 @@ def run_parts(names: Iterable[str], folder: Path, num_keys: int, num_processes: 
                 core = cores[slot % len(cores)]
                 command = [sys.executable, "-m", "benchmarks.product_of_t", f"--part={name}"]
                 command += [f"--keys={num_keys}", f"--runs={folder}"]
+                command += [f"--methods={','.join(methods)}"]
                 process = subprocess.Popen(
                     command,
                     cwd=ROOT,
@@ -200,11 +207,11 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
     folder = Path(flags.FLAGS.runs).absolute()
     if flags.FLAGS.part:
-        record = run_part(flags.FLAGS.part, flags.FLAGS.keys)
+        record = run_part(flags.FLAGS.part, flags.FLAGS.keys, flags.FLAGS.methods)
         record_path(folder, flags.FLAGS.part).write_text(json.dumps(record, indent=1) + "\n")
         return
     names = parts(flags.FLAGS.only)
-    run_parts(names, folder, flags.FLAGS.keys, flags.FLAGS.processes)
+    run_parts(names, folder, flags.FLAGS.keys, flags.FLAGS.methods, flags.FLAGS.processes)
     files = {name: record_path(folder, name) for name in names}
     results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     missing = [name for name in names if name not in results]
@@ -221,6 +228,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("keys", 3, "Number of keys.", lower_bound=1)
     flags.DEFINE_integer("processes", 2, "Processes at a time.", lower_bound=1)
     flags.DEFINE_list("only", [], "Parts to run; all by default.")
+    flags.DEFINE_list("methods", list(METHODS), "Methods to run; all by default.")
     flags.DEFINE_string("part", "", "One part, in this process, writing only its record.")
     flags.DEFINE_string("runs", "runs/product_of_t_benchmark", "Folder of the records.")
     flags.DEFINE_string("output", "benchmarks/results/product_of_t.json", "File to write.")

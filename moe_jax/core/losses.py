@@ -13,6 +13,7 @@ of one layer, with K experts a token, is the weight below here:
 | ------------------------------- | ----------------------- | ----------- |
 | moe_jax                         | 1                       | c           |
 | Megablocks, OLMoE               | 1                       | c           |
+| Switch Transformer (K = 1)      | 1                       | c           |
 | MaxText, flaxformer             | K                       | c K         |
 | Hugging Face Mixtral            | K                       | c K         |
 | levanter                        | 1 / K                   | c / K       |

@@ -254,7 +254,12 @@ class HashRouter(Router):
     def route(
         self, tokens: Array, token_ids: Array | None, deterministic: bool, masks: dict[str, Any]
     ) -> Routing:
-        """See `Router`; raises ValueError without token_ids."""
+        """See `Router`; raises ValueError without token_ids, or if a gate was asked for."""
+        if self.gate != "linear" or self.gate_options or self.jitter:
+            raise ValueError(
+                f"gate={self.gate!r}, gate_options={dict(self.gate_options)} and "
+                f"jitter={self.jitter} do not apply to the hash router, which has no gate"
+            )
         if token_ids is None or token_ids.shape != tokens.shape[:1]:
             shape = None if token_ids is None else token_ids.shape
             raise ValueError(f"token_ids {shape} does not fit: expected {tokens.shape[:1]}")

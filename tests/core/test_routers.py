@@ -273,6 +273,12 @@ def test_expert_choice_does_look_ahead():
         ),
         ("soft", {"slots_per_expert": 0}, "slots_per_expert=0 must be at least 1"),
         ("sinkhorn", {"num_iterations": 0}, "num_iterations=0 must be at least 1"),
+        (
+            "hash",
+            {"gate": "cosine"},
+            "gate='cosine', gate_options={} and jitter=0.0 do not apply to the hash router, which "
+            "has no gate",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(name, options, message):
@@ -282,8 +288,7 @@ def test_options_out_of_range_are_refused(name, options, message):
         if name == "soft":
             jax.eval_shape(router.init, keys, random_tokens()[None], MASK[None])
         else:
-            init = functools.partial(router.init, deterministic=name != "sinkhorn")
-            jax.eval_shape(init, keys, random_tokens(), MASK)
+            jax.eval_shape(router.init, keys, random_tokens(), MASK)
     assert str(error.value) == message
 
 

@@ -5,11 +5,13 @@ name says otherwise; `facts` of each run hold active and total counts.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from theory.datadriven import fit_charts
@@ -52,7 +54,7 @@ def runs_of(name: str, options: Mapping[str, Any], data: Mapping[str, int]) -> l
     if name not in EXPERIMENTS:
         raise ValueError(f"experiment={name!r} is not one of {tuple(EXPERIMENTS)}")
     function = EXPERIMENTS[name]
-    known = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+    known = tuple(inspect.signature(function).parameters)[1:]
     for option in options:
         if option not in known:
             raise ValueError(f"config.options.{option} is not an option of {name}: {known}")
@@ -188,7 +190,7 @@ def built_start(stack: Stack, problem: Problem) -> list[Any]:
         num_segments=stack.hidden_dim - 1,
     )
     variables = build.network.params[0]["params"]
-    return [jax.tree.map(lambda leaf: leaf.astype(np.float32), variables)]
+    return [jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), variables)]
 
 
 def _manifold(name: str, dim: int, data: Mapping[str, int]) -> Callable[[], Problem]:

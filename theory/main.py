@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -76,8 +77,7 @@ def run_experiment(config: Mapping[str, Any], workdir: str | Path, *, full: bool
                 results["runs"][run.name] = record
                 _write(folder, results)
                 progress.print(
-                    f"{run.name}: mse {sorted(record['mse'])[train.num_seeds // 2]:.3g}, "
-                    f"{record['seconds']:.0f} s"
+                    f"{run.name}: mse {np.median(record['mse']):.3g}, {record['seconds']:.0f} s"
                 )
                 if interrupts.requested is not None:
                     break

@@ -107,7 +107,7 @@ class Stack:
         if self.encoder_dim:
             inner = width * self.encoder_dim + (self.encoder_dim + 1) * self.hidden_dim
         expert = inner + self.hidden_dim * self.token_dim
-        shared = 2 * width * self.shared_dim
+        shared = (width + self.token_dim) * self.shared_dim
         dense = front * self.token_dim
         return self.num_layers * (gate + num_experts * expert + shared + dense)
 
@@ -166,7 +166,8 @@ def apply_stack(
         tokens = jnp.einsum("te,etd->td", weight, answers)
         if stack.shared_dim:
             shared = FeedForward(stack.shared_dim, activation="relu", gated=False)
-            tokens += shared.apply({"params": layer["shared_experts"]}, seen)[:, : stack.token_dim]
+            added: Any = shared.apply({"params": layer["shared_experts"]}, seen)
+            tokens += added[:, : stack.token_dim]
         tokens = tokens.at[:, 0].set(1.0)
         logits.append(scores)
     outputs = slice(1, 1 + stack.output_dim)
@@ -246,8 +247,10 @@ def _init_layer(key: Key[Array, ""], stack: Stack) -> PyTree:
     return layer
 
 
-def _experts(stack: Stack) -> ExpertFFN:
-    return ExpertFFN(stack.num_experts, stack.hidden_dim, activation="relu", gated=False)
+def _experts(stack: Stack, dtype: Any = jnp.float32) -> ExpertFFN:
+    return ExpertFFN(
+        stack.num_experts, stack.hidden_dim, activation="relu", gated=False, dtype=dtype
+    )
 
 
 def _all_answers(stack: Stack, layer: PyTree, seen: Array) -> tuple[Array, Array]:
@@ -262,5 +265,5 @@ def _all_answers(stack: Stack, layer: PyTree, seen: Array) -> tuple[Array, Array
         error = jnp.mean(jnp.square(decoded - seen[None]))
         experts = {"up": up, "down": experts["down"]}
     rows = jnp.tile(seen, (stack.num_experts, 1))
-    out = _experts(stack).apply({"params": experts}, rows)
+    out: Any = _experts(stack, seen.dtype).apply({"params": experts}, rows)
     return out.reshape(stack.num_experts, seen.shape[0], -1)[:, :, : stack.token_dim], error

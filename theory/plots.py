@@ -80,17 +80,21 @@ def _draw_panel(
 ) -> None:
     names = list(dict.fromkeys(r["facts"][abscissa] for runs in groups.values() for r in runs))
     is_named = isinstance(names[0], str)
+    is_log = abscissa in ("D", "E", "k")
     for i, (label, runs) in enumerate(groups.items()):
         runs = [run for run in runs if quantity in run]
         if not runs:
             continue
-        values = np.array([[_quantile(run[quantity], q) for q in (0.5, 0, 1)] for run in runs]).T
+        values = np.array(
+            [[_quantile(run[quantity], q) for q in (0.5, 0.0, 1.0)] for run in runs]
+        ).T
         if is_named:
             places = np.array([names.index(run["facts"][abscissa]) for run in runs], float)
             places += 0.12 * (i - (len(groups) - 1) / 2)
         else:
             places = np.array([run["facts"][abscissa] for run in runs], float)
-            places *= 1 + 0.015 * (i - (len(groups) - 1) / 2)
+            shift = i - (len(groups) - 1) / 2
+            places = places * (1 + 0.02 * shift) if is_log else places + 0.12 * shift
         bars = np.abs(values[1:] - values[0])
         axes.errorbar(
             places, values[0], bars, label=label, color=f"C{i % 10}", capsize=2,
@@ -99,7 +103,7 @@ def _draw_panel(
         )  # fmt: skip
     if is_named:
         axes.set_xticks(range(len(names)), [str(name).replace("_", "\n") for name in names])
-    elif abscissa in ("D", "E", "k"):
+    elif is_log:
         axes.set_xscale("log", base=2)
         axes.set_xticks(names, [str(name) for name in names])
     else:
@@ -111,7 +115,10 @@ def _draw_panel(
     floors = {run["floor"] for runs in groups.values() for run in runs if "floor" in run}
     if quantity == "hard_sup" and floors:
         axes.axhline(
-            min(floors), color="0.3", linestyle="--", label="half the least jump: no fewer than E^L"
+            min(floors),
+            color="0.3",
+            linestyle="--",
+            label="half the least jump: least for fewer than E^L affine cells",
         )
         axes.legend(handles=axes.get_lines()[-1:], fontsize=8)
     axes.set_xlabel(LABELS[abscissa])
@@ -136,5 +143,5 @@ def _quantile(values: Sequence[float], q: float) -> float:
 
 
 def _spread(values: Sequence[float]) -> str:
-    low, middle, high = (f"{_quantile(values, q):.3g}" for q in (0, 0.5, 1))
+    low, middle, high = (f"{_quantile(values, q):.3g}" for q in (0.0, 0.5, 1.0))
     return middle if low == high else f"{middle} [{low}, {high}]"

@@ -130,4 +130,5 @@ def grid_problem(
 def _standardised(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray) -> Problem:
     mean, spread = y.mean(axis=0), y.std(axis=0)
     arrays = (x, (y - mean) / spread, x_test, (y_test - mean) / spread)
-    return Problem(*(array.astype(np.float32) for array in arrays))
+    x, y, x_test, y_test = (array.astype(np.float32) for array in arrays)
+    return Problem(x, y, x_test, y_test)

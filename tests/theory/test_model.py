@@ -1,4 +1,4 @@
-"""Trainable stacks: the library's layers when affine, constructions as parameters, known weights."""
+"""Trainable stacks: layers of the library if affine, constructions as parameters, known weights."""
 
 import dataclasses
 
@@ -70,8 +70,9 @@ def test_constructions_are_parameters_of_a_stack():
         with jax.enable_x64(True):
             params = [jax.tree.map(jnp.asarray, each["params"]) for each in network.params]
             found = apply_stack(shape, params, jnp.asarray(inputs))
+            selection = np.asarray(found.selection)
         assert np.abs(np.asarray(found.y) - known.y).max() < 1e-12
-        assert np.array_equal(np.asarray(found.selection).T, known.selection)
+        assert np.array_equal(selection.T, known.selection)
 
 
 def test_the_data_driven_start_is_close_before_any_training():

@@ -138,10 +138,10 @@ def _group_label(name: str, value: Any) -> str:
     return str(value).replace("_", " ")
 
 
-def _quantile(values: Sequence[float], q: float) -> float:
+def _quantile(values: Sequence[float | int], q: float) -> float:
     return float(np.quantile(values, q))
 
 
-def _spread(values: Sequence[float]) -> str:
+def _spread(values: Sequence[float | int]) -> str:
     low, middle, high = (f"{_quantile(values, q):.3g}" for q in (0.0, 0.5, 1.0))
     return middle if low == high else f"{middle} [{low}, {high}]"

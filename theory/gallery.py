@@ -152,13 +152,12 @@ def draw_partitions(path: Path) -> None:
         wrong = np.mean(np.abs(answer.y[:, 0] - truth) > 1e-9)
         cell = answer.selection[:, -1].reshape(301, 301)
         box = (-1, 1, -1, 1)
-        axes.imshow(level, origin="lower", extent=box, cmap="Pastel1", vmin=0, vmax=8)
+        style = {"origin": "lower", "extent": box, "interpolation": "nearest"}
+        axes.imshow(level, cmap="Pastel1", vmin=0, vmax=8, **style)
         edge = np.zeros(cell.shape)
         edge[:-1] = cell[:-1] != cell[1:]
         edge[:, :-1] = np.maximum(edge[:, :-1], cell[:, :-1] != cell[:, 1:])
-        axes.imshow(
-            np.ma.masked_equal(edge, 0), origin="lower", extent=box, cmap="gray", alpha=0.75
-        )
+        axes.imshow(np.ma.masked_equal(edge, 0), cmap="gray", alpha=0.75, **style)
         turn = np.linspace(0, 2 * np.pi, 200)
         for radius in RADII:
             axes.plot(radius * np.cos(turn), radius * np.sin(turn), "C3--", linewidth=0.9)
@@ -169,7 +168,7 @@ def draw_partitions(path: Path) -> None:
         "grey: borders between experts; colours: what they answer; dashed red: the target's jumps",
         fontsize=10,
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 

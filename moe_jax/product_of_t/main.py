@@ -158,12 +158,13 @@ def _write(
     draws: dict[str, Any] = {name: site[None] for name, site in sites.items()}
     np.savez(folder / "draws.npz", **draws)
     distribution = result.distribution
+    exponents = np.asarray(distribution.exponents)
     experts: dict[str, Any] = {
         name: np.asarray(getattr(distribution.experts, name))
         for name in ("full_loc", "full_precision", "factored_loc", "factored_factor",
                      "factored_diagonal")
     }  # fmt: skip
-    np.savez(folder / "experts.npz", exponents=np.asarray(distribution.exponents), **experts)
+    np.savez(folder / "experts.npz", exponents=exponents, **experts)
     errors = {
         label: _errors(draws, target.reference)
         for label, draws in {"product": np.asarray(result.draws), **others}.items()
@@ -178,7 +179,7 @@ def _write(
         "degrees_of_freedom": float(distribution.degrees_of_freedom),
         "log_evidence": float(result.log_evidence),
         "normalizer_ess": float(result.normalizer_ess),
-        "active_experts": int(result.history.num_active[-1]),
+        "active_experts": int(np.sum(exponents > 1e-6 * np.sum(exponents))),
         "errors": errors,
     }
     (folder / "result.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -24,7 +24,7 @@ GRID = 140
 # Below the largest log density: at these a Gaussian has radii of 1 to 4 standard deviations.
 DROPS = (0.5, 2.0, 4.5, 8.0)
 MAX_MARGINALS = 12
-MAX_DRAWN_EXPERTS = 40
+MAX_DRAWN_EXPERTS = 20
 # Where an expert's D is twice its least, drawn as an ellipse; for a t with few degrees of freedom
 # about its half-height.
 _LEVEL = 1.0
@@ -65,8 +65,10 @@ def plot_contours(
             first = values
             axes.contourf(*axis, values, levels=[*levels, 0.0], cmap="Greys", extend="neither")
         else:
-            axes.contour(*axis, first, levels=levels, colors="0.6", linewidths=0.8)
-            axes.contour(*axis, values, levels=levels, colors="C3", linewidths=1.3)
+            # Matplotlib dashes what is negative, as all levels are.
+            style: dict[str, Any] = {"levels": levels, "linestyles": "solid"}
+            axes.contour(*axis, first, colors="0.6", linewidths=0.8, **style)
+            axes.contour(*axis, values, colors="C3", linewidths=1.3, **style)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("$z_1$")
     row[0, 0].set_ylabel("$z_2$")
@@ -151,7 +153,7 @@ def plot_experts(
     names: Sequence[str],
     path: Path,
 ) -> None:
-    """The 40 experts of the largest exponents, in the first two coordinates, and all exponents.
+    """The 20 experts of the largest exponents, in the first two coordinates, and all exponents.
 
     A positive definite expert is the ellipse on which D_k = 2, projected; one in a single direction
     of the plane is the line on which D_k = 1.
@@ -202,8 +204,7 @@ def plot_experts(
     right.set_yscale("log")
     right.set_ylim(max(exponents[order].min(), 1e-4 * exponents.max()) / 2, None)
     right.set_xlabel("active experts, by exponent")
-    right.set_ylabel("exponent")
-    right.set_title(f"sum of exponents {exponents.sum():.3g}", fontsize=10)
+    right.set_title(f"exponents, {exponents.sum():.3g} in all", fontsize=10)
     right.legend(fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -32,7 +32,10 @@ def run_cost() -> dict[str, Any]:
         memory = peak_bytes() - before
         seconds = {f"256 {count}": _seconds(256, count, 10) for count in EXPERT_COUNTS}
         seconds |= {f"{batch} 200": _seconds(batch, 200, 10) for batch in BATCH_SIZES}
-    return {"peak_bytes_of_50_dims_500_experts": memory, "processor_seconds_of_batch_and_experts": seconds}
+    return {
+        "peak_bytes_of_50_dims_500_experts": memory,
+        "processor_seconds_of_batch_and_experts": seconds,
+    }
 
 
 def peak_bytes() -> int:

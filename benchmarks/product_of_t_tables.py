@@ -39,6 +39,10 @@ def print_tables(results: Mapping[str, Any]) -> None:
     for line in claims(results):
         print(line)
     _print_ablation(results)
+    if "cost" in results:
+        _print_update(results["cost"])
+    if "convergence" in results:
+        _print_convergence(results["convergence"])
 
 
 def claims(results: Mapping[str, Any]) -> list[str]:
@@ -159,3 +163,22 @@ def _print_ablation(results: Mapping[str, Any]) -> None:
             cell = "" if distance is None else f"{distance:.3f} ({k:.2f})"
             cells.append(cell + (f" {failed} failed" if failed else ""))
         print(f"| {variant} | {' | '.join(cells)} |")
+
+
+def _print_update(record: Mapping[str, Any]) -> None:
+    memory = record["peak_bytes_of_50_dims_500_experts"] / 2**30
+    print(f"\nmemory of an update of 500 experts in 50 dimensions: {memory:.2f} GiB\n")
+    print("| batch, experts | update, ms | Gram alone, ms | ratio |\n| --- | --- | --- | --- |")
+    for sizes, seconds in record["processor_seconds_of_batch_and_experts"].items():
+        update, gram = seconds["update"], seconds["gram"]
+        cells = (sizes, f"{1e3 * update:.1f}", f"{1e3 * gram:.1f}", f"{update / gram:.1f}")
+        print(f"| {' | '.join(cells)} |")
+
+
+def _print_convergence(record: Mapping[str, Any]) -> None:
+    print("\nerror of the exponents, factor an iteration on a product of the experts\n")
+    for rate, found in record["in_family"].items():
+        print(f"eta = {rate}: {statistics.median(found['rates']):.3f}")
+    print("\nfloor of the error outside the family\n")
+    for batch, found in record["outside"].items():
+        print(f"batch {batch}: {found['floor']:.3f}")

@@ -59,8 +59,12 @@ class Posterior:
 
     def log_density(self, z: Float[Array, " dim"]) -> Float[Array, ""]:
         """Log posterior of unconstrained coordinates, with the transforms' Jacobians."""
-        # numpyro and its models mix dtypes and ranks.
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        # numpyro mixes dtypes and ranks, and a model that calls this must not see the sites within.
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+            numpyro.handlers.block(),
+        ):
             return -potential_energy(self.model, (), dict(self.data), self._split(z))
 
     def constrain(self, draws: Float[np.ndarray, "draws dim"]) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import pytest
 from numpyro.infer.util import initialize_model
 
@@ -70,6 +71,14 @@ def test_coordinates_of_numpyro_are_a_permutation(scored):
         sites = {"theta_trans": z[:8], "mu": z[8], "tau": z[9]}
         potential = float(info.potential_fn(jax.tree.map(jnp.asarray, sites)))
     assert -potential == pytest.approx(scored(posterior.name)[0][1], rel=1e-10)
+
+
+def test_a_numpyro_model_may_call_the_density():
+    """As a guide's model does: the posterior's own sites are not that model's."""
+    posterior = load_posterior("arma11")
+    with numpyro.handlers.trace() as sites, numpyro.handlers.seed(rng_seed=0):
+        numpyro.factor("density", posterior.log_density(jnp.asarray(posterior.mean, jnp.float32)))
+    assert list(sites) == ["density"]
 
 
 def test_constrained_sites_lie_in_their_supports():

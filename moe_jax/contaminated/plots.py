@@ -74,8 +74,10 @@ def plot_rates(study: RateStudy, slopes: SlopeTable, path: Path) -> None:
             axes.plot(sizes, line, style, color=color, linewidth=1.8, label=label, zorder=2)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.set_title(ROW_TITLES.get(row, row), fontsize=11)
         axes.grid(alpha=0.3, which="major")

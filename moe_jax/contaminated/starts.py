@@ -95,12 +95,12 @@ def _from_responsibilities(
 ) -> Array:
     """The parameters that M-steps reach from fixed responsibilities [J, n]."""
     terms = row_terms(family, initial, rows)._replace(responsibility=responsibility)
-    first = clip(em_map(family, initial, terms, rows, limits), limits)
     g = family.gate.size(rows.gate_design.shape[1])
     is_gate = jnp.tile(jnp.arange(initial.size // family.n_prompts) < g, family.n_prompts)
 
-    def again(_: Any, theta: Array) -> Array:
+    def step(k: Any, theta: Array) -> Array:
+        new = clip(em_map(family, theta, terms, rows, limits), limits)
         # The gate's single step is from where its shares are known; only the expert goes on.
-        return jnp.where(is_gate, first, clip(em_map(family, theta, terms, rows, limits), limits))
+        return jnp.where(is_gate & (k > 0), theta, new)
 
-    return jax.lax.fori_loop(1, _M_STEPS, again, first)
+    return jax.lax.fori_loop(0, _M_STEPS, step, initial)

@@ -62,8 +62,9 @@ def test_one_bad_data_set_does_not_stop_the_others():
 
     model = ContaminatedMoE(FrozenLogProb(log_prob))
     bad = np.where(np.arange(len(Y)) == 5, 1e4, Y)
-    many = model.fit_many(X, np.stack([Y, bad]))
-    assert many.status == ("ok", "nonfinite_frozen") and calls
+    ys, mask = np.stack([Y, bad, Y]), np.ones((3, len(Y)), bool)
+    many = model.fit_many(np.tile(X, (3, 1, 1)), ys, mask=mask)
+    assert many.status == ("ok", "nonfinite_frozen", "ok") and calls
     np.testing.assert_allclose(many.theta[0], fitted().theta, rtol=1e-6, atol=1e-8)
     assert np.all(np.isnan(many.theta[1])) and np.isnan(many.loglik[1])
     assert np.all(np.isnan(many.cov[1]))

@@ -28,7 +28,7 @@ TWO_PARAMS = {name: np.stack([PARAMS[name], SECOND[name]]) for name in PARAMS}
 
 @pytest.mark.parametrize("method", ["em", "squarem", "newton", "lbfgs"])
 def test_every_method_finds_the_optimum(method):
-    result = fit(MODEL, *data(), method=method, n_starts=1, max_iter=2000)
+    result = fit(MODEL, *data(), method=method, starts=PARAMS, max_iter=2000)
     assert result.status == "ok" and result.converged
     np.testing.assert_allclose(result.loglik, fitted().loglik, rtol=1e-9)
     np.testing.assert_allclose(result.theta, fitted().theta, atol=2e-5)
@@ -52,8 +52,9 @@ def test_many_fits_at_once_are_those_one_by_one():
         assert many.status[k] == single.status and many.n_agree[k] == single.n_agree
         for name in PARAMS:
             np.testing.assert_array_equal(many.params[name][k].shape, single.params[name].shape)
-    chunked = MODEL.fit_many(x, y, mask=mask, chunk_rows=2 * ROWS)
-    np.testing.assert_allclose(chunked.theta, many.theta, rtol=1e-9, atol=1e-9)
+    order = [0, 1, 2, 2, 1]
+    chunked = MODEL.fit_many(x[order], y[order], mask=mask[order], chunk_rows=3 * ROWS)
+    np.testing.assert_array_equal(chunked.theta, many.theta[order])
 
 
 def test_summary_names_every_parameter_with_its_error_and_interval():
@@ -135,7 +136,10 @@ def test_every_family_finds_its_prompt(name):
     x = np.random.default_rng(1).normal(size=(400, 1))
     y = simulate(jax.random.key(1), model, truth, x)
     method = "squarem" if name == "custom" else "em+newton"
-    result = model.fit(x, y, method=method, n_starts=1)
+    start = {key: 0.8 * np.asarray(value) for key, value in truth.items()}
+    result = model.fit(
+        x, y, method=method, starts=start if name == "custom" else "tail", n_starts=1
+    )
     assert result.converged, result.message
     assert result.loglik >= np.sum(model.log_prob(truth, x, y))
     if name == "custom":

@@ -1,12 +1,11 @@
-"""Latent mixtures of symmetries against interpolation and linear latents.
+"""Latent mixtures of symmetries against interpolation, linear latents and neural ODEs.
 
 python -m benchmarks.symmetries --output=benchmarks/results/symmetries.json
 
 Every fit of a part is kept in the JSON by system, rows, seed and model, and is not repeated: the
 command goes on where it was stopped. `--parts` names what to run: `accuracy` (integrable systems
 and the 9-bus grid), `chaotic` (where no gain is expected), `sample_efficiency`, `recovery` (of a
-known generator) and `memory`. Peers with neural vector fields are not
-among the compared models.
+known generator), `speed` and `memory`.
 
 All learned models see the same observations, have the same number of starts and of steps, and keep
 what is best on validation trajectories. Errors are on noise-free truth, in variances.
@@ -49,6 +48,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "sample_efficiency": ("pendulum", "lotka_volterra"),
 }
 SAMPLE_SIZES = (8, 16, 32, 64, 128)
+NEURAL = ("anchored neural ODE", "Latent ODE", "ODE-RNN")
 CHOSEN = "algebra, size by validation"
 # interpolation, extrapolation; required of the median over seeds.
 BARS = {"pendulum": (0.004, 0.05), "lotka_volterra": (0.004, 0.015), "swing_wscc9": (0.006, 0.02)}
@@ -93,6 +93,21 @@ def run_fit(config: LatentMoSConfig, data: Data, seed: int) -> dict[str, Any]:
     }
 
 
+def run_neural(name: str, data: Data, seed: int) -> dict[str, Any]:
+    """The same of a model with a neural vector field, at the width that validates best."""
+    from benchmarks.symmetries_neural import fit_neural
+
+    start = time.perf_counter()
+    found = fit_neural(
+        name, data, seed=seed, steps=_NEURAL_STEPS.value, starts=_STARTS.value, widths=(2, 8)
+    )
+    return errors(found.answer, data) | {
+        "validation_error": found.validation_error,
+        "width": found.width,
+        "seconds": time.perf_counter() - start,
+    }
+
+
 def run_system(results: "Results", system: str, rows: int, seed: int) -> None:
     """Every model of one system, number of rows and seed that is not yet in the results."""
     data = splits(system, rows, seed)
@@ -103,6 +118,9 @@ def run_system(results: "Results", system: str, rows: int, seed: int) -> None:
     for name, config in mos_configs(data.test.truth.shape[-1], sizes).items():
         if _wanted(name):
             results.once(f"{prefix}/{name}", lambda config=config: run_fit(config, data, seed))
+    for name in NEURAL:
+        if _wanted(name):
+            results.once(f"{prefix}/{name}", lambda name=name: run_neural(name, data, seed))
 
 
 def run_recovery(seed: int) -> dict[str, Any]:
@@ -155,6 +173,22 @@ def run_memory() -> dict[str, Any]:
     }
 
 
+def run_speed() -> dict[str, Any]:
+    """Training steps a second of each model on the same pendulum batch, in turn, five rounds."""
+    from benchmarks.symmetries_neural import speed_steps
+
+    steps = speed_steps(splits("pendulum", 64, 0))
+    rates: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(5):
+        for name, (step, count) in steps.items():
+            start = time.perf_counter()
+            for _ in range(count):
+                loss = step()
+            jax.block_until_ready(loss)
+            rates[name].append(count / (time.perf_counter() - start))
+    return {name: {"steps_per_second": values} for name, values in rates.items()}
+
+
 class Results:
     """Figures by key, written to a JSON file as they come."""
 
@@ -178,6 +212,7 @@ class Results:
             "python": platform.python_version(),
             "jax": jax.__version__,
             "steps": _STEPS.value,
+            "neural_steps": _NEURAL_STEPS.value,
             "starts": _STARTS.value,
             "figures": self.figures,
         }
@@ -268,19 +303,22 @@ def main(argv: Sequence[str]) -> None:
                 results.once(f"recovery/{seed}", lambda seed=seed: run_recovery(seed))
         if part == "memory":
             results.once("memory", run_memory)
+        if part == "speed":
+            results.once("speed", run_speed)
     print_tables(results.figures)
 
 
-_ALL = ["accuracy", "recovery", "memory", "chaotic", "sample_efficiency"]
+_ALL = ["accuracy", "recovery", "memory", "speed", "chaotic", "sample_efficiency"]
 _OUTPUT = flags.DEFINE_string("output", "benchmarks/results/symmetries.json", "JSON to write.")
 _PARTS = flags.DEFINE_multi_enum("parts", _ALL, _ALL, "What to run.")
 _SEEDS = flags.DEFINE_integer("symmetries_seeds", 3, "Number of seeds.")
 _SYSTEMS = flags.DEFINE_list("systems", list(SYSTEMS), "Systems to run.")
 _STEPS = flags.DEFINE_integer("symmetries_steps", 1500, "Optimiser steps of a start.")
+_NEURAL_STEPS = flags.DEFINE_integer("neural_steps", 1500, "The same for neural ODEs.")
 _STARTS = flags.DEFINE_integer("starts", 2, "Starts of every fit.")
 _PLANES = flags.DEFINE_list("planes", ["1", "2"], "Numbers of latent planes compared.")
 _MODELS = flags.DEFINE_multi_string(
-    "models", ["algebra", "output", "one expert", "linear"], "Beginnings of names to run."
+    "models", ["algebra", "output", "one expert", "linear", *NEURAL], "Beginnings of names to run."
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Baselines that need no training, and those that are special cases of the model.
 
-Baselines with neural vector fields need a differential-equation solver, and are not among them.
+Baselines with neural vector fields, which need a differential-equation solver, stand in
+`benchmarks/symmetries_neural.py`.
 """
 
 import dataclasses

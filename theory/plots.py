@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 LABELS = {
     "D": "ambient dimension D",
     "E": "experts E, each of the same width",
-    "code": "code dimension d' (0: full experts)",
+    "code": "code dimension d' of the experts",
     "k": "experts selected k, each of width m / k",
     "experts": "experts a layer",
     "gate": "gate",
@@ -78,6 +78,14 @@ def draw_experiment(results: Mapping[str, Any], path: Path) -> None:
 def _draw_panel(
     axes: Any, groups: Mapping[str, Sequence[Mapping[str, Any]]], abscissa: str, quantity: str
 ) -> None:
+    if abscissa == "code":
+        # Full experts have no code: a level to compare with, not a point of the curves.
+        every = [run for runs in groups.values() for run in runs]
+        level = [_quantile(run[quantity], 0.5) for run in every if run["facts"]["code"] == 0]
+        axes.axhline(level[0], color="0.3", linestyle="--", label="full experts, median")
+        groups = {
+            label: [run for run in runs if run["facts"]["code"]] for label, runs in groups.items()
+        }
     names = list(dict.fromkeys(r["facts"][abscissa] for runs in groups.values() for r in runs))
     is_named = isinstance(names[0], str)
     is_log = abscissa in ("D", "E", "k")

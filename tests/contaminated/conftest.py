@@ -4,7 +4,7 @@ import jax
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _fast_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -43,7 +43,7 @@ def empirical_capacity(
         input_key, label_key = jax.random.split(jax.random.fold_in(key, index))
         labels = draw_uniform(label_key, (size,), -1.0, 1.0)
         error = fit(draw(input_key, size), labels) - labels
-        if np.sqrt(np.mean(error**2)) > tolerance:
+        if not np.sqrt(np.mean(error**2)) <= tolerance:
             break
         fitted = size
     return fitted

@@ -42,6 +42,8 @@ def tie_mass(gate_logits: Float[np.ndarray, "points experts"], width: float) -> 
     """Share of the points whose two largest scores differ by at most `width`."""
     if gate_logits.shape[1] < 2:
         raise ValueError(f"gate_logits {gate_logits.shape} must score at least two experts")
+    if np.any(np.isnan(gate_logits)):
+        raise ValueError("gate_logits hold NaN, which is no tie and no choice")
     top = np.partition(gate_logits, -2, axis=1)[:, -2:]
     return float(np.mean(top[:, 1] - top[:, 0] <= width))
 

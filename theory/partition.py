@@ -122,11 +122,13 @@ def misassigned(
     centers: Float[np.ndarray, "charts D"],
     radius: float,
 ) -> float:
-    """Share of the points sent to a chart whose ball does not contain them."""
+    """Share of the points sent to a chart whose ball does not contain them; NaN is in none."""
+    if not radius > 0:
+        raise ValueError(f"radius={radius} must be positive")
     if selection.shape != x.shape[:1]:
         raise ValueError(f"selection {selection.shape} disagrees with x {x.shape}")
     distance = np.linalg.norm(x - centers[selection], axis=1)
-    return float(np.mean(distance >= radius))
+    return float(np.mean(~(distance < radius)))
 
 
 def _nearest_square(x: np.ndarray, centers: np.ndarray) -> np.ndarray:

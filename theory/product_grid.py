@@ -206,12 +206,23 @@ def one_layer_floor(
 
 
 def least_experts(num_cells: int, num_layers: int, num_selected: int = 1) -> int:
-    """Least N with C(N, k) >= E^L: fewer experts in one layer cannot be exact."""
+    """Least N with C(N, k) >= E^L: fewer experts in one layer cannot be exact.
+
+    Raises:
+        ValueError: if num_selected is less than 1, or see `check_pieces`.
+    """
     check_pieces(num_cells, num_layers)
-    pieces, num = num_cells**num_layers, num_selected
-    while math.comb(num, num_selected) < pieces:
-        num += 1
-    return num
+    if num_selected < 1:
+        raise ValueError(f"num_selected={num_selected} must be at least 1")
+    pieces = num_cells**num_layers
+    # C(N, k) >= N - k + 1, so that no more than this is needed.
+    low, high = num_selected, pieces + num_selected - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (
+            (low, middle) if math.comb(middle, num_selected) >= pieces else (middle + 1, high)
+        )
+    return low
 
 
 def cube_points(

@@ -75,12 +75,15 @@ def fit_rate(
         seed: of the bootstrap.
 
     Raises:
-        ValueError: for fewer than 5 widths, errors that are not positive and finite, or shapes that
-            disagree.
+        ValueError: for fewer than 5 widths, widths or errors that are not positive and finite, no
+            seed, shapes that disagree, or an option out of range.
+
+    With few seeds the bootstrap interval is short: at 95% and 8 seeds, 87% to 90% hold the slope.
     """
     widths, errors = _check(widths, errors)
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence} is not in (0, 1)")
+    _check_share("confidence", confidence)
+    if num_bootstrap < 1:
+        raise ValueError(f"num_bootstrap={num_bootstrap} must be at least 1")
     x, y = np.log(widths), np.log(errors)
     slope, intercept, standard_error = _line(x, y.mean(axis=0))
     reach = stats.t.ppf(0.5 + confidence / 2, len(x) - 2) * standard_error
@@ -106,8 +109,13 @@ def local_slopes(
     widths: Float[np.ndarray, " widths"],
     errors: Float[np.ndarray, "seeds _"] | Float[np.ndarray, " _"],
 ) -> Float[np.ndarray, " pairs"]:
-    """Slopes of log error, averaged over seeds, between neighbouring widths."""
-    y = np.log(np.atleast_2d(errors)).mean(axis=0)
+    """Slopes of log error, averaged over seeds, between neighbouring widths.
+
+    Raises:
+        ValueError: as `fit_rate`, but 2 widths do.
+    """
+    widths, errors = _check(widths, errors, least=2)
+    y = np.log(errors).mean(axis=0)
     return np.diff(y) / np.diff(np.log(widths))
 
 
@@ -118,10 +126,13 @@ def equivalent(fit: RateFit, theory: float, margin: float, *, level: float = 0.0
     both slope <= theory - margin and slope >= theory + margin have to be rejected at `level`.
 
     Raises:
-        ValueError: if margin is not positive.
+        ValueError: if margin is not positive, theory not finite or level not in (0, 1).
     """
     if not margin > 0:
         raise ValueError(f"margin={margin} must be positive")
+    if not np.isfinite(theory):
+        raise ValueError(f"theory={theory} is not finite")
+    _check_share("level", level)
     reach = stats.t.ppf(1 - level, fit.num_widths - 2) * fit.standard_error
     return bool(fit.slope - reach > theory - margin and fit.slope + reach < theory + margin)
 
@@ -142,6 +153,7 @@ def fit_floor(
         ValueError: as `fit_rate`.
     """
     widths, errors = _check(widths, errors)
+    _check_share("confidence", confidence)
     x = np.log(widths)
     y = np.log(errors)
     least = float(errors.mean(axis=0).min())
@@ -190,21 +202,30 @@ def fit_floor(
     )
 
 
-def _check(widths: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _check(
+    widths: np.ndarray, errors: np.ndarray, least: int = MIN_WIDTHS
+) -> tuple[np.ndarray, np.ndarray]:
     widths, errors = np.asarray(widths, np.float64), np.atleast_2d(np.asarray(errors, np.float64))
     if widths.ndim != 1 or errors.shape[1:] != widths.shape:
         raise ValueError(f"widths {widths.shape} and errors {errors.shape} disagree")
-    if len(np.unique(widths)) < MIN_WIDTHS:
+    if len(np.unique(widths)) < least:
         raise ValueError(
-            f"widths={tuple(widths)} are {len(np.unique(widths))} different sizes; a rate needs at "
-            f"least {MIN_WIDTHS}"
+            f"widths={widths.tolist()} are {len(np.unique(widths))} different sizes; a rate needs "
+            f"at least {least}"
         )
-    if not np.all(widths > 0):
-        raise ValueError(f"widths={tuple(widths)} must be positive")
+    if not np.all((widths > 0) & np.isfinite(widths)):
+        raise ValueError(f"widths={widths.tolist()} must be positive and finite")
+    if not len(errors):
+        raise ValueError(f"errors {errors.shape} hold no seed")
     if not np.all((errors > 0) & np.isfinite(errors)):
         bad = errors[~((errors > 0) & np.isfinite(errors))][0]
         raise ValueError(f"errors hold {bad}; a rate needs positive, finite errors")
     return widths, errors
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 < value < 1:
+        raise ValueError(f"{name}={value} is not in (0, 1)")
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:

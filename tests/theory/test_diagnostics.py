@@ -303,3 +303,15 @@ def test_the_sketch_of_a_bound_counts_all_parameters():
     assert pseudo_dimension_sketch(100, 2, 3) == pytest.approx(600 * np.log(100))
     with pytest.raises(ValueError, match="must be at least 1"):
         pseudo_dimension_sketch(0, 2, 3)
+
+
+def test_nan_is_neither_assigned_nor_a_tie_nor_fitted():
+    x = np.array([[np.nan, 0.0], [0.0, 0.0]])
+    assert misassigned(x, np.zeros(2, int), np.zeros((1, 2)), 1.0) == 0.5
+    with pytest.raises(ValueError, match="radius=nan must be positive"):
+        misassigned(x, np.zeros(2, int), np.zeros((1, 2)), np.nan)
+    with pytest.raises(ValueError, match="gate_logits hold NaN"):
+        tie_mass(np.array([[np.nan, 1.0]]), 0.1)
+    draw = lambda key, size: np.ones((size, 1))  # noqa: E731
+    fit = lambda x, labels: np.full(len(x), np.nan)  # noqa: E731
+    assert empirical_capacity(jax.random.key(0), fit, draw, (1, 2)) == 0

@@ -122,3 +122,12 @@ def test_disagreeing_shapes_are_refused():
         one_layer_floor(np.zeros((3, 5)), target, np.zeros((1, 2)), num_selected=6)
     with pytest.raises(ValueError, match="does not fit input_dim=2"):
         apply_network(product_grid_moe(target), np.zeros((4, 3)))
+
+
+def test_least_experts_of_many_pieces_are_found_at_once_and_no_selection_is_refused():
+    # C(N, 2) >= 2^40 from N (N - 1) >= 2^41 on.
+    num = least_experts(2, 40, 2)
+    assert num * (num - 1) >= 2**41 > (num - 1) * (num - 2)
+    assert least_experts(2, 40) == 2**40
+    with pytest.raises(ValueError, match="num_selected=0 must be at least 1"):
+        least_experts(2, 3, 0)

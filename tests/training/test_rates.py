@@ -127,3 +127,21 @@ def test_options_out_of_range_are_refused():
         fit_rate(WIDTHS, WIDTHS, confidence=1.0)
     with pytest.raises(ValueError, match="margin=0.0 must be positive"):
         equivalent(fit_rate(WIDTHS, WIDTHS), 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fit_rate(np.append(WIDTHS[1:], np.inf), WIDTHS), "must be positive and finite"),
+        (lambda: fit_rate(WIDTHS, np.ones((0, 6))), "errors (0, 6) hold no seed"),
+        (lambda: fit_rate(WIDTHS, np.ones((2, 6)), num_bootstrap=0), "num_bootstrap=0 must be"),
+        (lambda: fit_floor(WIDTHS, 1 / WIDTHS, confidence=2.0), "confidence=2.0 is not in (0, 1)"),
+        (lambda: local_slopes(WIDTHS, 0 * WIDTHS), "errors hold 0.0"),
+        (lambda: equivalent(fit_rate(WIDTHS, 1 / WIDTHS), np.nan, 0.1), "theory=nan"),
+        (lambda: equivalent(fit_rate(WIDTHS, 1 / WIDTHS), -1.0, 0.1, level=1.0), "level=1.0"),
+    ],
+)
+def test_what_would_give_a_rate_of_nan_is_refused(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -157,7 +157,7 @@ def check_num_iterations(num_iterations: int) -> None:
 
 def update_balance_bias(
     balance_bias: Float[Array, "*layers experts"],
-    load: Float[Array, "*layers experts"],
+    load: Float[Array, "*layers experts"] | Int[Array, "*layers experts"],
     rate: Float[Array, ""] | float = 1e-3,
     *,
     expert_mask: Bool[Array, "*layers experts"] | None = None,

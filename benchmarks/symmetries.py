@@ -309,16 +309,27 @@ def main(argv: Sequence[str]) -> None:
 
 
 _ALL = ["accuracy", "recovery", "memory", "speed", "chaotic", "sample_efficiency"]
-_OUTPUT = flags.DEFINE_string("output", "benchmarks/results/symmetries.json", "JSON to write.")
-_PARTS = flags.DEFINE_multi_enum("parts", _ALL, _ALL, "What to run.")
-_SEEDS = flags.DEFINE_integer("symmetries_seeds", 3, "Number of seeds.")
-_SYSTEMS = flags.DEFINE_list("systems", list(SYSTEMS), "Systems to run.")
-_STEPS = flags.DEFINE_integer("symmetries_steps", 1500, "Optimiser steps of a start.")
-_NEURAL_STEPS = flags.DEFINE_integer("neural_steps", 1500, "The same for neural ODEs.")
-_STARTS = flags.DEFINE_integer("starts", 2, "Starts of every fit.")
-_PLANES = flags.DEFINE_list("planes", ["1", "2"], "Numbers of latent planes compared.")
+_OUTPUT = flags.DEFINE_string(
+    "output", "benchmarks/results/symmetries.json", "JSON to write.", allow_override=True
+)
+_PARTS = flags.DEFINE_multi_enum("parts", _ALL, _ALL, "What to run.", allow_override=True)
+_SEEDS = flags.DEFINE_integer("symmetries_seeds", 3, "Number of seeds.", allow_override=True)
+_SYSTEMS = flags.DEFINE_list("systems", list(SYSTEMS), "Systems to run.", allow_override=True)
+_STEPS = flags.DEFINE_integer(
+    "symmetries_steps", 1500, "Optimiser steps of a start.", allow_override=True
+)
+_NEURAL_STEPS = flags.DEFINE_integer(
+    "neural_steps", 1500, "The same for neural ODEs.", allow_override=True
+)
+_STARTS = flags.DEFINE_integer("starts", 2, "Starts of every fit.", allow_override=True)
+_PLANES = flags.DEFINE_list(
+    "planes", ["1", "2"], "Numbers of latent planes compared.", allow_override=True
+)
 _MODELS = flags.DEFINE_multi_string(
-    "models", ["algebra", "output", "one expert", "linear", *NEURAL], "Beginnings of names to run."
+    "models",
+    ["algebra", "output", "one expert", "linear", *NEURAL],
+    "Beginnings of names to run.",
+    allow_override=True,
 )
 
 if __name__ == "__main__":

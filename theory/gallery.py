@@ -233,7 +233,9 @@ def draw_floor(path: Path) -> None:
     plt.close(figure)
 
 
-_OUTPUT = flags.DEFINE_string("output", "theory/gallery", "Folder of the figures.")
+_OUTPUT = flags.DEFINE_string(
+    "output", "theory/gallery", "Folder of the figures.", allow_override=True
+)
 
 
 def _main(argv: Sequence[str]) -> None:

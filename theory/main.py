@@ -176,9 +176,15 @@ def _fail(reason: str) -> int:
     return 1
 
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/theory", "Folder for all that the run writes.")
-_FULL = flags.DEFINE_bool("full", False, "Run the whole sweep instead of the small default.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Configuration file.", allow_override=True
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/theory", "Folder for all that the run writes.", allow_override=True
+)
+_FULL = flags.DEFINE_bool(
+    "full", False, "Run the whole sweep instead of the small default.", allow_override=True
+)
 
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")

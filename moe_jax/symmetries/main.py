@@ -241,8 +241,12 @@ def _fail(reason: str) -> int:
     return 1
 
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/symmetries", "Folder for all that the run writes.")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Configuration file.", allow_override=True
+)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/symmetries", "Folder for all that the run writes.", allow_override=True
+)
 
 if __name__ == "__main__":
     flags.mark_flag_as_required("config")

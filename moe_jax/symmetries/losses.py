@@ -12,6 +12,8 @@ term are our own.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +105,12 @@ def penalties(
         rates = expert_rates(params[f"level_{index}"]["generators"], config)
         is_anchor, gate = output.is_anchor[index], output.gates[index]
         if weights.consistency:
-            z = output.anchor_latent[index]
-            defect = _consistency(rates, z, gate, is_anchor, times, config)
+            defect = consistency(
+                functools.partial(_moved, rates, config, gate),
+                output.anchor_latent[index],
+                is_anchor,
+                times,
+            )
             total = total + weights.consistency * defect
         if weights.growth and isinstance(rates, PlaneRates) and rates.sigma.size:
             total = total + weights.growth * jnp.mean(jnp.square(jax.nn.relu(rates.sigma)))
@@ -118,6 +124,33 @@ def penalties(
     return total
 
 
+def consistency(
+    move: Callable[[Array, Array], Array],
+    z: Float[Array, "rows times latent"],
+    is_anchor: Bool[Array, "rows times"],
+    times: Float[Array, "rows times"],
+) -> Float[Array, ""]:
+    """Mean ||move(z_i, t_{i+1} - t_i) - z_{i+1}||^2 over neighbouring anchors, over var(z).
+
+    Args:
+        move: the flow, from states [rows, times, latent] and spans [rows, times].
+        z: states, of meaning where `is_anchor`.
+        is_anchor: which times have a state.
+        times: in the unit of `move`.
+    """
+    size = times.shape[1]
+    after = jnp.pad(next_index(is_anchor)[:, 1:], ((0, 0), (0, 1)), constant_values=size)
+    has_next = is_anchor & (after < size)
+    after = jnp.minimum(after, size - 1)
+    next_z = jnp.take_along_axis(z, jnp.broadcast_to(after[..., None], z.shape), axis=1)
+    span = jnp.where(has_next, jnp.take_along_axis(times, after, axis=1) - times, 0.0)
+    defect = jnp.sum(jnp.square(move(z, span) - next_z), axis=-1)
+    wide = jnp.broadcast_to(is_anchor[..., None], z.shape)
+    mean = _masked_mean(z, wide, (0, 1))[None, None, :]
+    variance = jnp.sum(_masked_mean(jnp.square(z - mean), wide, (0, 1)))
+    return _masked_mean(defect, has_next) / (variance + 1e-6)
+
+
 def overlap(matrices: Float[Array, "levels experts d d"]) -> Float[Array, ""]:
     """sum_{k<l} |cos(A_k, A_l)| in the Frobenius product, over levels."""
     flat = matrices.reshape(*matrices.shape[:2], -1)
@@ -127,26 +160,8 @@ def overlap(matrices: Float[Array, "levels experts d d"]) -> Float[Array, ""]:
     return jnp.sum(jnp.abs(cosine) * upper)
 
 
-def _consistency(
-    rates: Rates,
-    z: Array,
-    gate: Array,
-    is_anchor: Array,
-    times: Array,
-    config: LatentMoSConfig,
-) -> Array:
-    size = times.shape[1]
-    after = jnp.pad(next_index(is_anchor)[:, 1:], ((0, 0), (0, 1)), constant_values=size)
-    has_next = is_anchor & (after < size)
-    after = jnp.minimum(after, size - 1)
-    next_z = jnp.take_along_axis(z, jnp.broadcast_to(after[..., None], z.shape), axis=1)
-    span = jnp.where(has_next, jnp.take_along_axis(times, after, axis=1) - times, 0.0)
-    moved = mixture_flow(rates, z, gate, span, mixing=config.mixing, skew=config.generator == "so")
-    defect = jnp.sum(jnp.square(moved - next_z), axis=-1)
-    wide = jnp.broadcast_to(is_anchor[..., None], z.shape)
-    mean = _masked_mean(z, wide, (0, 1))[None, None, :]
-    variance = jnp.sum(_masked_mean(jnp.square(z - mean), wide, (0, 1)))
-    return _masked_mean(defect, has_next) / (variance + 1e-6)
+def _moved(rates: Rates, config: LatentMoSConfig, gate: Array, z: Array, span: Array) -> Array:
+    return mixture_flow(rates, z, gate, span, mixing=config.mixing, skew=config.generator == "so")
 
 
 def _masked_mean(values: Array, mask: Array, axis: tuple[int, ...] | None = None) -> Array:

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.symmetries import BARS, CHOSEN, print_tables, summarize, verdicts
+from benchmarks.symmetries_tables import BARS, CHOSEN, print_tables, summarize, verdicts
 
 
 def record(interpolation, extrapolation, **rest):

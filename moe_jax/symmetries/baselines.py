@@ -1,7 +1,6 @@
 """Baselines that need no training, and those that are special cases of the model.
 
-Baselines with neural vector fields, which need a differential-equation solver, stand in
-`benchmarks/symmetries_neural.py`.
+Those with neural vector fields, which need a differential-equation solver, stand in `neural.py`.
 """
 
 import dataclasses

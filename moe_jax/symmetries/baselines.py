@@ -12,7 +12,7 @@ from scipy.interpolate import CubicSpline
 from moe_jax.symmetries.config import LatentMoSConfig
 from moe_jax.symmetries.data import IrregularBatch, fill
 
-KINDS = ("cubic", "linear")
+KINDS = ("cubic", "linear", "persistence")
 
 
 def interpolate(batch: IrregularBatch, query: Any, *, kind: str = "cubic") -> np.ndarray:
@@ -21,7 +21,7 @@ def interpolate(batch: IrregularBatch, query: Any, *, kind: str = "cubic") -> np
     Args:
         batch: rows sorted in time; repeated times are averaged.
         query: [rows, queries].
-        kind: `cubic` spline with natural ends, or `linear`.
+        kind: `cubic` spline with natural ends, `linear`, or `persistence`, the last value before.
 
     Returns:
         float64[rows, queries, channels]; the channel's mean where a row never observes it.
@@ -42,7 +42,9 @@ def interpolate(batch: IrregularBatch, query: Any, *, kind: str = "cubic") -> np
             times, group = np.unique(batch.times[row, seen], return_inverse=True)
             values = np.bincount(group, batch.values[row, seen, channel]) / np.bincount(group)
             inside = np.clip(query[row], times[0], times[-1])
-            if kind == "cubic" and len(times) > 2:
+            if kind == "persistence":
+                answer[row, :, channel] = values[np.searchsorted(times, inside, side="right") - 1]
+            elif kind == "cubic" and len(times) > 2:
                 answer[row, :, channel] = CubicSpline(times, values, bc_type="natural")(inside)
             else:
                 answer[row, :, channel] = np.interp(inside, times, values)

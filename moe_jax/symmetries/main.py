@@ -20,6 +20,7 @@ from ml_collections import config_flags
 from moe_jax.symmetries.baselines import interpolate, linear_latent, training_mean
 from moe_jax.symmetries.fit import FitResult, fit
 from moe_jax.symmetries.model import predict
+from moe_jax.symmetries.neural import fit_neural, predict_neural
 from moe_jax.symmetries.plots import Portrait, plot_portrait
 from moe_jax.symmetries.sample import Split, low_resolution
 from moe_jax.symmetries.settings import SYSTEMS, Settings, model_config, read_settings
@@ -81,6 +82,22 @@ def fit_system(config: Mapping[str, Any], workdir: str | Path) -> int:
             if interrupts.requested is not None:
                 return _stopped(interrupts)
             answers["linear latent"] = _predictions(linear, data.test)
+        for name in settings.train.neural:
+            logging.info("fitting the %s", name)
+            neural = fit_neural(
+                name,
+                data.train.examples,
+                data.val.examples,
+                seed=settings.seed,
+                steps=settings.train.steps,
+                batch_size=settings.train.batch_size,
+                starts=settings.train.multistart,
+                interrupts=interrupts,
+            )
+            if interrupts.requested is not None:
+                return _stopped(interrupts)
+            context = data.test.examples.context
+            answers[name] = np.asarray(predict_neural(neural, context, _grid(data.test)))
         table = {name: errors(answer, data) for name, answer in answers.items()}
         record = {
             "system": settings.system.name,
@@ -126,6 +143,7 @@ def untrained_baselines(data: Data) -> dict[str, np.ndarray]:
     return {
         "cubic spline, then persistence": interpolate(context, query, kind="cubic"),
         "linear interpolation, then persistence": interpolate(context, query, kind="linear"),
+        "persistence": interpolate(context, query, kind="persistence"),
         "training mean": np.broadcast_to(mean, data.test.truth.shape),
     }
 
@@ -231,7 +249,7 @@ def _main(argv: Sequence[str]) -> int:
     python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
     try:
         return fit_system(_CONFIG.value.to_dict(), _WORKDIR.value)
-    except (ValueError, OSError, CheckpointSaveError, TrainingDivergedError) as error:
+    except (ValueError, ImportError, OSError, CheckpointSaveError, TrainingDivergedError) as error:
         logging.debug("raised from here", exc_info=True)
         return _fail(str(error))
 

@@ -201,7 +201,9 @@ def neural_functions(
         loss, gradient = jax.value_and_grad(lambda *given: sum(error(*given)))(
             params, scales, examples, key
         )
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        # optax raises a float to the power of its int32 step count.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
     return (

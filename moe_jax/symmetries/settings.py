@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ml_collections import ConfigDict
+
 from moe_jax.symmetries import simulate
 from moe_jax.symmetries.config import LatentMoSConfig
 from moe_jax.symmetries.fit import OPTIMIZER
 from moe_jax.symmetries.losses import LossConfig
+from moe_jax.symmetries.neural import NEURAL
 from moe_jax.symmetries.simulate import Trajectories
 from moe_jax.symmetries.swing import swing
 from moe_jax.training.configs import check_known, from_mapping
@@ -69,6 +72,8 @@ class TrainConfig:
         steps, batch_size, drop, multistart: as there.
         planes: numbers of latent planes to choose from, by validation error.
         linear_latent: whether to train the linear latent model for the table as well.
+        neural: names of neural baselines to train as well, see `moe_jax.symmetries.neural`; they
+            need diffrax, and are not resumed within.
     """
 
     steps: int = 1500
@@ -77,10 +82,14 @@ class TrainConfig:
     multistart: int = 1
     planes: tuple[int, ...] = (1,)
     linear_latent: bool = True
+    neural: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.planes or min(self.planes) < 1:
             raise ValueError(f"planes={self.planes} must name at least one positive number")
+        for name in self.neural:
+            if name not in NEURAL:
+                raise ValueError(f"neural={self.neural}: {name!r} is not one of {tuple(NEURAL)}")
 
 
 class Settings(NamedTuple):
@@ -94,8 +103,38 @@ class Settings(NamedTuple):
     model: Mapping[str, Any]
 
 
+def configuration(**sections: Any) -> ConfigDict:
+    """A whole configuration: the defaults, and what the sections say otherwise.
+
+    All keys are there, so that each can be set on the command line, `--config.model.experts=8`.
+
+    Args:
+        **sections: `seed`, or mappings `system`, `model`, `train`, `loss` and `optimizer`.
+
+    Raises:
+        ValueError: for a section or key that does not exist.
+    """
+    model = dataclasses.asdict(LatentMoSConfig(obs_dim=1))
+    defaults: dict[str, Any] = {
+        "seed": 0,
+        "system": dataclasses.asdict(SystemConfig()),
+        "model": {k: v for k, v in model.items() if k not in ("obs_dim", "planes")},
+        "train": dataclasses.asdict(TrainConfig()),
+        "loss": dataclasses.asdict(LossConfig()),
+        "optimizer": dataclasses.asdict(OPTIMIZER),
+    }
+    check_known(sections, defaults, "")
+    for name, section in sections.items():
+        if isinstance(defaults[name], dict):
+            check_known(section, defaults[name], name)
+            defaults[name] |= section
+        else:
+            defaults[name] = section
+    return ConfigDict(defaults)
+
+
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Checks a configuration; see `configs/symmetries/pendulum.py` for one.
+    """Checks a configuration; see `configuration`.
 
     The model's `obs_dim` is the system's, and its `planes` are those that `train` chooses from.
 

@@ -19,6 +19,11 @@ def test_lines_are_interpolated_exactly_and_ends_persist(kind):
     np.testing.assert_allclose(answer[0, :, 0], [-0.4, 6.8, 7.0, -1.0], atol=1e-12)
 
 
+def test_persistence_holds_the_last_value_before():
+    answer = interpolate(BATCH, np.array([[-5.0, 0.0, 0.9, 2.5, 3.9, 7.0]]), kind="persistence")
+    np.testing.assert_array_equal(answer[0, :, 0], [-1, -1, -1, 4, 4, 7])
+
+
 def test_a_cubic_spline_bends_where_lines_do_not():
     values = np.sin(TIMES)[..., None]
     batch = IrregularBatch(times=TIMES, values=values, lengths=np.array([4]))

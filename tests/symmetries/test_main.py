@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_jax.symmetries.main import fit_system
-from moe_jax.symmetries.settings import SYSTEMS, model_config, read_settings
+from moe_jax.symmetries.settings import SYSTEMS, configuration, model_config, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs/symmetries").glob("*.py"))
@@ -18,7 +18,7 @@ TINY = {
     "seed": 0,
     "system": {"name": "pendulum", "rows": 6, "val_rows": 4, "test_rows": 5},
     "model": {"hidden": 4, "decoder_hidden": 4, "experts": 2},
-    "train": {"steps": 6, "batch_size": 4, "linear_latent": False},
+    "train": {"steps": 6, "batch_size": 4, "linear_latent": False, "neural": ["Latent ODE"]},
     "loss": {"growth": 0.0},
     "optimizer": {"learning_rate": 1e-2},
 }
@@ -41,7 +41,7 @@ def workdir(tmp_path_factory):
 def test_a_run_leaves_errors_of_every_model_and_a_figure(workdir, capsys):
     record = json.loads((workdir / "evaluation.json").read_text())
     assert record["planes"] == 1 and record["system"] == "pendulum"
-    assert len(record["errors"]) == 4
+    assert len(record["errors"]) == 6
     for errors in record["errors"].values():
         assert all(np.isfinite(value) and value > 0 for value in errors.values())
     assert (workdir / "portrait.png").stat().st_size > 10_000
@@ -69,6 +69,14 @@ def test_every_configuration_is_accepted(path):
     assert config.obs_dim == run.values.shape[-1]
 
 
+def test_a_configuration_states_what_differs_and_holds_every_key():
+    whole = configuration(seed=3, train={"planes": (2, 4)}).to_dict()
+    assert (whole["seed"], whole["train"]["planes"], whole["model"]["experts"]) == (3, (2, 4), 4)
+    assert read_settings(whole).train.steps == configuration().train.steps
+    with pytest.raises(ValueError, match="config.train.plane is not a configuration key"):
+        configuration(train={"plane": (2, 4)})
+
+
 def test_every_system_has_a_configuration():
     assert {read_settings(load(path)).system.name for path in CONFIGS} == set(SYSTEMS)
 
@@ -79,6 +87,7 @@ def test_every_system_has_a_configuration():
         ({"system": {"name": "planet"}}, "config.system: name='planet' is not one of"),
         ({"system": {"rows": 0}}, "config.system: rows=0 must be at least 1"),
         ({"system": {"fraction": 0.0}}, "fraction=0.0 must be in"),
+        ({"train": {"neural": ["ODE"]}}, "'ODE' is not one of"),
         ({"train": {"planes": []}}, "must name at least one positive number"),
         ({"model": {"planes": 2}}, "config.model.planes follows from system and train"),
         ({"model": {"expert": 2}}, "did you mean experts"),

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+from moe_jax.symmetries.bases import basis_matrices, quadratic_invariants
+
 GENERATORS = ("rst", "gl", "so", "stable", "basis")
 MIXINGS = ("algebra", "output", "product")
 GATES = ("invariant", "state", "hidden", "fixed")
@@ -12,7 +14,11 @@ ANCHORS = ("local", "initial", "last")
 DECODERS = ("mlp", "linear")
 OBSERVATIONS = ("point", "mean")
 LIKELIHOODS = ("squared", "gaussian")
-BASES = ("so", "sl", "affine")
+# Why no continuous function but a constant is invariant, which is what `fixed` is.
+_NO_INVARIANTS = {
+    "gl": "the free matrices of generator='gl' carry any latent to any other",
+    "stable": "generator='stable' carries every latent to 0",
+}
 _CHOICES = {
     "generator": GENERATORS,
     "mixing": MIXINGS,
@@ -42,8 +48,9 @@ class LatentMoSConfig:
         mixing: `algebra` mixes generators and then flows, our default; `output` flows and then
             mixes, which is how the paper is publicly described (Eq. 8); `product` gives every
             expert a latent of its own.
-        gate: what the gate sees: squared radii of the planes (`invariant`), the latent (`state`),
-            the encoder's memory (`hidden`, nearest to the paper), or nothing (`fixed`).
+        gate: what the gate sees: what the group leaves alone (`invariant`: squared radii of the
+            planes of `rst`, |z|^2 of `so`, the quadratic forms that a `basis` keeps), the latent
+            (`state`), the encoder's memory (`hidden`, nearest to the paper), or nothing (`fixed`).
         log_invariants: whether the gate sees log(1 + r) instead of r.
         num_selected: experts kept by the gate at an anchor; 0 for all.
         encoder: `bigru` smooths, `odernn` flows between its updates, `transformer` attends.
@@ -114,21 +121,26 @@ class LatentMoSConfig:
         self._check_combination()
 
     def _check_combination(self) -> None:
-        if self.gate == "invariant" and not (
-            self.generator == "so" or (self.generator == "rst" and self.planes)
-        ):
+        if self.gate == "invariant" and self.generator in _NO_INVARIANTS:
             raise ValueError(
-                f"gate='invariant' knows the invariants of generator='rst' with planes and 'so', "
-                f"not of {self.generator!r}; use one of {GATES[1:]}"
+                f"gate='invariant' needs a group that leaves something alone, and "
+                f"{_NO_INVARIANTS[self.generator]}; use one of {GATES[1:]}"
             )
+        if self.gate == "invariant" and self.generator == "rst" and not self.planes:
+            raise ValueError(f"gate='invariant' needs planes, not {self.planes=}")
         if self.drift and self.generator != "rst":
             raise ValueError(f"drift=True needs generator='rst', not {self.generator!r}")
         if self.variational and self.encoder == "odernn":
             raise ValueError("variational=True needs another encoder than 'odernn'")
         if (self.generator == "basis") != (self.basis != ()):
             raise ValueError(f"basis={self.basis!r} does not fit generator={self.generator!r}")
-        if isinstance(self.basis, str) and self.basis not in BASES:
-            raise ValueError(f"basis={self.basis!r} is not one of {BASES}, nor matrices")
+        if self.generator == "basis":
+            matrices = basis_matrices(self.basis, self.slice_dim)
+            if self.gate == "invariant" and not len(quadratic_invariants(matrices)):
+                raise ValueError(
+                    f"gate='invariant' needs a group that leaves something alone, and the one of "
+                    f"{self.basis=} keeps no quadratic form; use one of {GATES[1:]}"
+                )
         if (self.observation == "mean") != bool(self.interval):
             raise ValueError(
                 f"interval={self.interval} does not fit observation={self.observation!r}"

@@ -57,7 +57,7 @@ def casimir_drift(
     moved = move(params, config, z, weights, jnp.full(z.shape[:-1], time, z.dtype))
     before, after = (np.asarray(invariants(each, config), np.float64) for each in (z, moved))
     if config.log_invariants:
-        before, after = np.expm1(before), np.expm1(after)
+        before, after = (np.sign(each) * np.expm1(np.abs(each)) for each in (before, after))
     return float(np.max(np.abs(after - before) / np.maximum(np.abs(before), 1e-12)))
 
 

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from moe_jax.core import Routing, dense_routing, top_k_routing
+from moe_jax.symmetries.bases import basis_matrices, quadratic_invariants
 from moe_jax.symmetries.config import LatentMoSConfig
 from moe_jax.symmetries.nets import Params, float_type, init_mlp, mlp
 
@@ -13,7 +15,7 @@ def num_features(config: LatentMoSConfig) -> int:
     """Width of what the gate sees."""
     slices = config.latent_dim // config.slice_dim
     return {
-        "invariant": slices * (config.planes if config.generator == "rst" else 1),
+        "invariant": slices * _num_invariants(config),
         "state": config.latent_dim,
         "hidden": config.hidden,
         "fixed": 0,
@@ -30,8 +32,16 @@ def init_gate(key: Array, config: LatentMoSConfig) -> Params:
 def invariants(
     z: Float[Array, "*batch d"], config: LatentMoSConfig
 ) -> Float[Array, "*batch features"]:
-    """What the group leaves alone: |zeta_j|^2 of each plane, or |z|^2 of each slice for `so`."""
+    """What the group leaves alone: |zeta_j|^2 of planes, |z|^2 of `so`, z^T Q z of a `basis`.
+
+    Of `rst`, exactly so without growth and drift. With `log_invariants`, sign(r) log(1 + |r|).
+    """
     slices = z.reshape(*z.shape[:-1], -1, config.slice_dim)
+    if config.generator == "basis":
+        forms = jnp.asarray(_forms(config), z.dtype)
+        found = jnp.einsum("...i,fij,...j->...f", slices, forms, slices)
+        found = found.reshape(*z.shape[:-1], -1)
+        return jnp.sign(found) * jnp.log1p(jnp.abs(found)) if config.log_invariants else found
     if config.generator == "rst":
         slices = slices[..., : 2 * config.planes]
         slices = slices.reshape(*slices.shape[:-1], config.planes, 2)
@@ -84,6 +94,16 @@ def route(
 ) -> Routing:
     """The gate's decisions as the record that `moe_jax.core.routing_metrics` reads."""
     return _route(logits.reshape(-1, config.experts), is_anchor.reshape(-1), config)
+
+
+def _num_invariants(config: LatentMoSConfig) -> int:
+    return {"rst": config.planes, "basis": len(_forms(config))}.get(config.generator, 1)
+
+
+def _forms(config: LatentMoSConfig) -> np.ndarray:
+    if config.generator != "basis":
+        return np.zeros((0, config.slice_dim, config.slice_dim))
+    return quadratic_invariants(basis_matrices(config.basis, config.slice_dim))
 
 
 def _route(

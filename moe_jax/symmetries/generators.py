@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from moe_jax.symmetries.bases import basis_matrices
 from moe_jax.symmetries.config import LatentMoSConfig
 from moe_jax.symmetries.exponential import MAX_EXPONENT, MIN_EXPONENT, expm, phi_1
 from moe_jax.symmetries.nets import Params, float_type
@@ -76,7 +77,7 @@ def init_generators(
         return params
     size = config.slice_dim
     if config.generator == "basis":
-        noise = jax.random.normal(key, (experts, len(basis_matrices(config))), dtype)
+        noise = jax.random.normal(key, (experts, len(basis_matrices(config.basis, size))), dtype)
         return {"coefficients": 0.3 * low * noise}
     # Rotations in a random frame, so that no coordinate is special.
     frame_key, extra_key = jax.random.split(key)
@@ -115,7 +116,9 @@ def expert_rates(params: Params, config: LatentMoSConfig) -> Rates:
     if config.generator == "gl":
         matrix = params["matrix"]
     elif config.generator == "basis":
-        basis = jnp.asarray(basis_matrices(config), params["coefficients"].dtype)
+        basis = jnp.asarray(
+            basis_matrices(config.basis, config.slice_dim), params["coefficients"].dtype
+        )
         matrix = jnp.einsum("kc,cij->kij", params["coefficients"], basis)
     else:
         matrix = params["skew"] - jnp.swapaxes(params["skew"], -1, -2)
@@ -199,32 +202,6 @@ def rate_matrices(rates: Rates) -> Float[Array, "*batch d d"]:
     even, odd = 2 * np.arange(num), 2 * np.arange(num) + 1
     matrix = matrix.at[..., even, even].set(rates.sigma).at[..., odd, odd].set(rates.sigma)
     return matrix.at[..., odd, even].set(rates.omega).at[..., even, odd].set(-rates.omega)
-
-
-def basis_matrices(config: LatentMoSConfig) -> np.ndarray:
-    """The basis that `config.basis` names or holds, float64[C, d, d].
-
-    `so` has d (d-1)/2 skew matrices, `sl` the d^2 - 1 traceless ones, `affine` all maps of the
-    first d - 1 coordinates that leave the last one, which stands for 1, alone.
-
-    Raises:
-        ValueError: if given matrices are not [C, d, d].
-    """
-    size = config.slice_dim
-    if not isinstance(config.basis, str):
-        basis = np.asarray(config.basis, np.float64)
-        if basis.ndim != 3 or basis.shape[1:] != (size, size) or not len(basis):
-            raise ValueError(f"basis {basis.shape} must be [matrices, {size}, {size}]")
-        return basis
-    unit = np.eye(size * size).reshape(size, size, size, size)
-    if config.basis == "so":
-        pairs = [(i, j) for i in range(size) for j in range(i)]
-        return np.array([unit[i, j] - unit[j, i] for i, j in pairs]).reshape(-1, size, size)
-    if config.basis == "affine":
-        return unit[: size - 1].reshape(-1, size, size)
-    traceless = [unit[i, j] for i in range(size) for j in range(size) if i != j]
-    diagonal = [unit[i, i] - unit[i + 1, i + 1] for i in range(size - 1)]
-    return np.array(traceless + diagonal).reshape(-1, size, size)
 
 
 def _cap(norm: Float[Array, "*batch"], limit: float) -> Float[Array, "*batch"]:

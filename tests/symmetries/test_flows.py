@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import scipy.linalg
 
+from moe_jax.symmetries.bases import basis_matrices, quadratic_invariants
 from moe_jax.symmetries.config import LatentMoSConfig
 from moe_jax.symmetries.exponential import expm, phi_1
 from moe_jax.symmetries.gates import gate, init_gate
 from moe_jax.symmetries.generators import (
     PlaneRates,
-    basis_matrices,
     expert_rates,
     flow,
     init_generators,
@@ -314,8 +314,7 @@ def test_spectral_norm_is_capped():
 
 @pytest.mark.parametrize(("name", "count"), [("so", 6), ("sl", 15), ("affine", 12)])
 def test_bases_span_their_algebras(name, count):
-    config = LatentMoSConfig(obs_dim=1, planes=2, generator="basis", basis=name, gate="fixed")
-    basis = basis_matrices(config)
+    basis = basis_matrices(name, 4)
     assert np.linalg.matrix_rank(basis.reshape(len(basis), -1)) == count == len(basis)
     if name == "so":
         np.testing.assert_array_equal(basis, -basis.swapaxes(1, 2))
@@ -326,11 +325,43 @@ def test_bases_span_their_algebras(name, count):
 
 
 def test_supplied_basis_must_fit():
-    config = LatentMoSConfig(
-        obs_dim=1, generator="basis", basis=(((0.0, 1.0, 0.0),),), gate="fixed"
-    )
+    options = {"obs_dim": 1, "generator": "basis", "gate": "fixed"}
     with pytest.raises(ValueError, match=r"basis \(1, 1, 3\) must be \[matrices, 2, 2\]"):
-        basis_matrices(config)
+        LatentMoSConfig(basis=(((0.0, 1.0, 0.0),),), **options)
+    with pytest.raises(ValueError, match="must be finite"):
+        LatentMoSConfig(basis=(((0.0, math.inf), (0.0, 0.0)),), **options)
+    with pytest.raises(ValueError, match="basis='so' is empty for 1 latent coordinates"):
+        LatentMoSConfig(basis="so", planes=0, translations=1, **options)
+
+
+BOOST = ((0.0, 1.0, 0.0, 0.0), (1.0, 0.0, 0.0, 0.0), (0.0,) * 4, (0.0,) * 4)
+
+
+def test_quadratic_forms_that_a_basis_keeps():
+    np.testing.assert_allclose(quadratic_invariants(basis_matrices("so", 4)), [np.eye(4)])
+    last = np.zeros((4, 4))
+    last[3, 3] = 1.0
+    np.testing.assert_allclose(quadratic_invariants(basis_matrices("affine", 4)), [last], atol=1e-9)
+    assert not len(quadratic_invariants(basis_matrices("sl", 4)))
+    # A boost keeps x^2 - y^2 and every form of the other two coordinates: 1 + 3.
+    forms = quadratic_invariants(np.array([BOOST]))
+    assert len(forms) == 4
+    z = np.random.default_rng(0).normal(size=4)
+    moved = scipy.linalg.expm(0.7 * np.array(BOOST)) @ z
+    np.testing.assert_allclose(moved @ forms @ moved, z @ forms @ z, atol=1e-12)
+
+
+@pytest.mark.parametrize("basis", ["so", "affine", (BOOST,)], ids=["so", "affine", "boost"])
+def test_a_cell_with_the_invariants_of_a_basis_is_a_flow(basis):  # P4
+    config = LatentMoSConfig(obs_dim=2, planes=2, generator="basis", basis=basis, experts=2)
+    params = strong_gate(config)
+    rates = expert_rates(init_generators(KEY, config, 0, 3.0, 0.1), config)
+    z, s, t = 2.0 * random_latents(8, 4), jnp.full(8, 0.4), jnp.full(8, 0.7)
+    whole = cell(config, params, rates, z, s + t)
+    parts = cell(config, params, rates, cell(config, params, rates, z, t), s)
+    assert relative(whole - parts, whole) <= 1e-5
+    weights = gate(params, config, z, jnp.zeros((8, 32)))
+    assert np.ptp(weights, axis=0).max() > 0.01
 
 
 def test_product_mixing_moves_each_slice_by_its_own_expert():
@@ -360,7 +391,10 @@ def test_top_k_gate_weighs_the_selected_experts_only():
         ({"translations": -1}, "translations=-1 must not be negative"),
         ({"num_selected": 5}, "num_selected=5 exceeds experts=4"),
         ({"stride": 1}, "stride=1 must be at least 2"),
-        ({"generator": "gl"}, "gate='invariant' knows the invariants of"),
+        ({"generator": "gl"}, "'gl' carry any latent to any other; use one of"),
+        ({"generator": "stable"}, "'stable' carries every latent to 0"),
+        ({"generator": "basis", "basis": "sl"}, "keeps no quadratic form"),
+        ({"planes": 0, "translations": 2}, "gate='invariant' needs planes"),
         ({"generator": "so", "drift": True}, "drift=True needs generator='rst'"),
         ({"generator": "basis", "gate": "fixed"}, "does not fit generator='basis'"),
         ({"observation": "mean"}, "does not fit observation='mean'"),

@@ -49,7 +49,7 @@ from moe_jax.symmetries.spectrum import canonical_angle, generator_matrices, spe
 FIRST_SEED = 10
 ROWS = 64
 SAMPLE_SIZES = (8, 16, 32, 64, 128)
-WEAK = "algebra, consistency 0.1"
+CONSISTENCIES = (0.1, 1.0)  # beside the default of 0.3
 LINEAR = "linear latent, d = 8"
 ANCHORED = "anchored neural ODE"
 
@@ -111,7 +111,11 @@ def mos_configs(system: str, obs_dim: int) -> dict[str, tuple[LatentMoSConfig, L
         found[f"output, {size}"] = dataclasses.replace(base, mixing="output"), LossConfig()
         found[f"one expert, {size}"] = single_expert(base), LossConfig()
         if system in PARTS["accuracy"] and planes == SYSTEMS[system].planes[0]:
-            found[f"{WEAK}, {size}"] = base, LossConfig(consistency=0.1)
+            for weight in CONSISTENCIES:
+                found[f"algebra, consistency {weight}, {size}"] = (
+                    base,
+                    LossConfig(consistency=weight),
+                )
     return found | {LINEAR: (linear_latent(LatentMoSConfig(obs_dim=obs_dim)), LossConfig())}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.interpolate import CubicSpline
 
 from moe_jax.symmetries.config import LatentMoSConfig
-from moe_jax.symmetries.data import IrregularBatch, fill
+from moe_jax.symmetries.data import IrregularBatch, as_times, fill
 
 KINDS = ("cubic", "linear", "persistence")
 
@@ -27,11 +27,13 @@ def interpolate(batch: IrregularBatch, query: Any, *, kind: str = "cubic") -> np
         float64[rows, queries, channels]; the channel's mean where a row never observes it.
 
     Raises:
-        ValueError: for an unknown kind.
+        ValueError: for an unknown kind, or a query that is not finite or of other rows.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is not one of {KINDS}")
-    batch, query = fill(batch), np.asarray(query, np.float64)
+    batch, query = fill(batch), as_times("query", query)
+    if query.ndim != 2 or len(query) != len(batch.times) or not np.isfinite(query).all():
+        raise ValueError(f"query {query.shape} must be finite [{len(batch.times)}, queries]")
     mean = training_mean(batch)
     answer = np.broadcast_to(mean, (*query.shape, len(mean))).copy()
     for row in range(len(query)):

@@ -100,6 +100,12 @@ class LatentMoSConfig:
     max_horizon: float = math.inf
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{field.name}={value!r} must be an integer")
+            if field.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r} must be True or False")
         for name, accepted in _CHOICES.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {accepted}")

@@ -19,7 +19,8 @@ class Scales(NamedTuple):
     """Units of the training data, kept with the model.
 
     Attributes:
-        mean, std: [channels] of the observed values; std 1 for a constant or missing channel.
+        mean, std: [channels] of the observed values; std 1 for a missing channel and for one that
+            varies by less than 1e-6 of its largest value.
         time_unit: [] original time that counts as 1 inside: 10 median positive gaps.
         window: [] longest span of a row, in the rescaled unit.
     """
@@ -82,18 +83,24 @@ def measure_scales(batch: IrregularBatch) -> Scales:
     is_valid, times = _valid_times(batch)
     gaps = jnp.diff(times, axis=1)
     is_gap = is_valid[:, 1:] & (gaps > 0)
-    gap = jnp.nanmedian(jnp.where(is_gap, gaps, jnp.nan))
+    # The median of nothing is an error rather than NaN.
+    gap = (
+        jnp.nanmedian(jnp.where(is_gap, gaps, jnp.nan)) if gaps.size else jnp.zeros((), gaps.dtype)
+    )
     time_unit = jnp.where(jnp.any(is_gap), gap * GAPS_PER_UNIT, 1.0)
     values = jnp.where(batch.mask, batch.values, 0.0)
     count = jnp.maximum(jnp.sum(batch.mask, axis=(0, 1), dtype=values.dtype), 1.0)
+    # In parts of the largest value, since sums and squares of large values overflow.
+    largest = jnp.max(jnp.abs(values), axis=(0, 1))
+    values = values / jnp.where(largest > 0, largest, 1.0)[None, None, :]
     mean = jnp.sum(values, axis=(0, 1)) / count
     centred = jnp.where(batch.mask, values - mean[None, None, :], 0.0)
     std = jnp.sqrt(jnp.sum(jnp.square(centred), axis=(0, 1)) / count)
     span = jnp.max(jnp.max(jnp.where(is_valid, times, 0.0), axis=1) - times[:, 0]) / time_unit
-    floor = MIN_STD * (1.0 + jnp.abs(mean))
+    is_constant = std <= MIN_STD
     return Scales(
-        mean=mean,
-        std=jnp.where(std > floor, std, 1.0),
+        mean=mean * largest,
+        std=jnp.where(is_constant, 1.0, std * largest),
         time_unit=time_unit.astype(values.dtype),
         window=jnp.where(span > 0, span, 1.0),
     )

@@ -72,8 +72,7 @@ def fill(batch: IrregularBatch) -> IrregularBatch:
     Raises:
         ValueError: if shapes do not fit, or a length is out of range.
     """
-    times = np.asarray(batch.times, np.float64)
-    values = np.asarray(batch.values)
+    times, values = as_times("times", batch.times), _as_real("values", batch.values)
     values = values.astype(np.float64) if values.dtype.kind in "iub" else values
     if times.ndim != 2 or values.ndim != 3 or values.shape[:2] != times.shape:
         raise ValueError(
@@ -204,6 +203,20 @@ def from_ragged(
     return fill(batch), tuple(text.format(count) for text, count in notes.items() if count)
 
 
+def as_times(name: str, times: Any) -> np.ndarray:
+    """Times as float64.
+
+    Raises:
+        ValueError: for dates, whose unit would be that of their type, and for what is no number.
+    """
+    array = np.asarray(times)
+    if array.dtype.kind in "mM":
+        raise ValueError(
+            f"{name} are {array.dtype}; give numbers, such as (t - t[0]) / np.timedelta64(1, 'h')"
+        )
+    return _as_real(name, array).astype(np.float64)
+
+
 def take_rows(batch: IrregularBatch, index: Any) -> IrregularBatch:
     """The rows of a batch that `index` selects."""
     fields = {
@@ -212,8 +225,17 @@ def take_rows(batch: IrregularBatch, index: Any) -> IrregularBatch:
     return IrregularBatch(**{k: None if v is None else v[index] for k, v in fields.items()})
 
 
+def _as_real(name: str, array: Any) -> np.ndarray:
+    array = np.asarray(array)
+    # bfloat16 and its like have kind V, and are numbers all the same.
+    if array.dtype.kind not in "biufV":
+        raise ValueError(f"{name} are {array.dtype}, not real numbers")
+    return array
+
+
 def _as_row(index: int, times: Any, values: Any, inputs: Any) -> list[Any]:
-    t, x = np.asarray(times, np.float64), np.asarray(values, np.float64)
+    t = as_times(f"times of row {index}", times)
+    x = _as_real(f"values of row {index}", values).astype(np.float64)
     if t.ndim != 1 or not t.size:
         raise ValueError(f"times of row {index} {t.shape} must be [times] with at least one time")
     if x.ndim != 2 or len(x) != len(t):

@@ -5,7 +5,7 @@ from typing import Any
 import chex
 import numpy as np
 
-from moe_jax.symmetries.data import IrregularBatch, fill, take_rows
+from moe_jax.symmetries.data import IrregularBatch, as_times, fill, take_rows, validate
 
 
 @chex.dataclass(frozen=True)
@@ -35,10 +35,16 @@ def forecast(batch: IrregularBatch, times: Any) -> Examples:
         times: the last time that is given, one number or [rows].
 
     Raises:
-        ValueError: naming the first row that has nothing observed by then.
+        ValueError: naming the first row that has nothing observed by then; for times that are not
+            finite, or as many as there are rows; for unusable data.
     """
     batch = fill(batch)
-    limit = np.broadcast_to(np.asarray(times, np.float64), batch.lengths.shape)
+    limit = as_times("times", times)
+    if limit.shape not in ((), batch.lengths.shape) or not np.isfinite(limit).all():
+        raise ValueError(f"times={times} must be one finite number, or one a row")
+    if validate(batch).n_unsorted:
+        raise ValueError("times of the batch decrease; sort the rows with from_ragged")
+    limit = np.broadcast_to(limit, batch.lengths.shape)
     is_valid = np.arange(batch.times.shape[1])[None, :] < batch.lengths[:, None]
     lengths = (is_valid & (batch.times <= limit[:, None])).sum(1)
     size = max(int(lengths.max()), 1)

@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 
 from moe_jax.symmetries.config import LatentMoSConfig
 from moe_jax.symmetries.context import (
+    MIN_STD,
     Scales,
     as_arrays,
     make_context,
@@ -33,7 +34,7 @@ from moe_jax.symmetries.losses import (
     penalties,
     squared_error,
 )
-from moe_jax.symmetries.model import LatentMoS, answer, init_params, ready
+from moe_jax.symmetries.model import LatentMoS, answer, in_range, init_params, ready
 from moe_jax.symmetries.nets import float_type
 from moe_jax.training import (
     Checkpoints,
@@ -119,13 +120,18 @@ def fit(
     """
     if not 0 <= drop[0] <= drop[1] < 1:
         raise ValueError(f"drop={drop} must be increasing within [0, 1)")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"seed={seed} must be in [0, 2^31)")
     if multistart < 1:
         raise ValueError(f"multistart={multistart} must be at least 1")
     every = max(steps // 10, 1)
     loop = LoopConfig(
         num_steps=steps, log_every=max(steps // 100, 1), eval_every=every, checkpoint_every=every
     )
+    _warn_of_offsets(train_examples)
     train_examples, val_examples = prepare(train_examples), prepare(val_examples)
+    for name, examples in (("train_examples", train_examples), ("val_examples", val_examples)):
+        check_channels(name, examples, config)
     scales = _scales(train_examples.context)
     over_mean = float(_mean_error(val_examples, scales))
     interrupts = Interrupts() if interrupts is None else interrupts
@@ -184,10 +190,21 @@ def prepare(examples: Examples | IrregularBatch) -> Examples:
         )
     context, times = ready(examples.context, targets.times)
     dtype = float_type()
-    targets = dataclasses.replace(
-        targets, times=times, values=targets.values.astype(dtype), inputs=None
-    )
+    values = in_range("targets", targets.values, dtype)
+    targets = dataclasses.replace(targets, times=times, values=values, inputs=None)
     return Examples(context=context, targets=targets)
+
+
+def check_channels(name: str, examples: Examples, config: LatentMoSConfig) -> None:
+    """Raises ValueError unless prepared examples have the channels that a model expects."""
+    for part, batch in (("context", examples.context), ("targets", examples.targets)):
+        if batch.values.shape[-1] != config.obs_dim:
+            raise ValueError(
+                f"{name}: {part} has {batch.values.shape[-1]} channels, but {config.obs_dim=}"
+            )
+    inputs = 0 if examples.context.inputs is None else examples.context.inputs.shape[-1]
+    if inputs != config.input_dim:
+        raise ValueError(f"{name}: context has {inputs} input channels, but {config.input_dim=}")
 
 
 def make_loss_function(
@@ -341,6 +358,20 @@ def validation_error(model: LatentMoS, variables: Any, examples: Examples) -> Ar
 @jax.jit
 def _scales(context: IrregularBatch) -> Scales:
     return measure_scales(as_arrays(relative_times(context, context.times)[0]))
+
+
+def _warn_of_offsets(examples: Examples | IrregularBatch) -> None:
+    """Names channels whose variation the session's precision would lose."""
+    batch = fill(examples if isinstance(examples, IrregularBatch) else examples.context)
+    for channel in range(batch.values.shape[-1]):
+        values = batch.values[..., channel][batch.mask[..., channel]].astype(np.float64)
+        if values.size and 0 < values.std() <= MIN_STD * np.abs(values).max():
+            logging.warning(
+                "channel %d varies by less than %g of its largest value and counts as constant; "
+                "subtract its offset",
+                channel,
+                MIN_STD,
+            )
 
 
 def _mean_error(examples: Examples, scales: Scales) -> np.floating[Any]:

@@ -48,8 +48,9 @@ def init_generators(
 ) -> Params:
     """Parameters of a level's experts.
 
-    Frequencies are spread log-uniformly over [2 pi / window, pi / (3 gap)], over stride^level, in
-    random order over experts and planes; growth begins at -0.02, velocities at 0.
+    Frequencies are spread log-uniformly over [2 pi / window, pi / (3 gap)], over stride^level: each
+    plane has a part of that range, in random order, and its experts spread over the part, so that
+    planes differ when their experts are averaged. Growth begins at -0.02, velocities at 0.
 
     Args:
         key: random key.
@@ -63,9 +64,11 @@ def init_generators(
     high = jnp.maximum(math.pi / (3.0 * jnp.asarray(gap, dtype)), 1.5 * low)
     num = max(config.slice_dim // 2, 1)
     order_key, jitter_key, key = jax.random.split(key, 3)
-    place = jax.random.permutation(order_key, jnp.arange(experts * num)).astype(dtype)
-    place = (place + jax.random.uniform(jitter_key, place.shape, dtype)) / (experts * num)
-    omega = low * (high / low) ** place.reshape(experts, num) / float(config.stride**level)
+    order = jax.random.permutation(order_key, jnp.arange(num)).astype(dtype)
+    place = jnp.arange(experts, dtype=dtype)[:, None]
+    place = (place + jax.random.uniform(jitter_key, (experts, num), dtype)) / experts
+    place = (order[None, :] + place) / num
+    omega = low * (high / low) ** place / float(config.stride**level)
     if config.generator == "rst":
         params = {
             "sigma": jnp.full((experts, config.planes), -0.02, dtype),

@@ -40,7 +40,7 @@ from moe_jax.symmetries.context import (
     measure_scales,
     relative_times,
 )
-from moe_jax.symmetries.data import IrregularBatch, fill, validate
+from moe_jax.symmetries.data import IrregularBatch, as_times, fill, validate
 from moe_jax.symmetries.decoders import decode, gauss_means, gauss_queries, init_decoder
 from moe_jax.symmetries.encoders import encode, init_encoder
 from moe_jax.symmetries.gates import gate, init_gate
@@ -400,7 +400,7 @@ def ready(batch: IrregularBatch, query: Any) -> tuple[IrregularBatch, Any]:
     report = validate(batch)
     if report.n_unsorted:
         raise ValueError(f"{report.n_unsorted} times decrease; sort the rows with from_ragged")
-    query = np.asarray(query, np.float64)
+    query = as_times("query", query)
     rows = np.shape(batch.times)[0]
     if query.ndim != 2 or len(query) != rows:
         raise ValueError(f"query {query.shape} must be [{rows}, queries]")
@@ -411,8 +411,25 @@ def ready(batch: IrregularBatch, query: Any) -> tuple[IrregularBatch, Any]:
     dtype = float_type()
     batch = dataclasses.replace(
         batch,
-        times=batch.times.astype(dtype),
-        values=batch.values.astype(dtype),
-        inputs=None if batch.inputs is None else batch.inputs.astype(dtype),
+        times=in_range("times", batch.times, dtype),
+        values=in_range("values", batch.values, dtype),
+        inputs=None if batch.inputs is None else in_range("inputs", batch.inputs, dtype),
     )
-    return batch, query.astype(dtype)
+    # A query beyond the range is one without bound.
+    with np.errstate(over="ignore"):
+        return batch, query.astype(dtype)
+
+
+def in_range(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The array in another float type.
+
+    Raises:
+        ValueError: if an entry is too large for the type, naming its row, or all are too small.
+    """
+    limit, least = float(jnp.finfo(dtype).max), 1e6 * float(jnp.finfo(dtype).tiny)
+    if array.size and 0 < np.abs(array).max() < least:
+        raise ValueError(f"{name}: all entries are below {least:.3g}; change the unit")
+    rows = np.flatnonzero((np.abs(array) > limit).reshape(len(array), -1).any(1))
+    if rows.size:
+        raise ValueError(f"{name}: row {rows[0]} has an entry beyond {limit:.3g}; change the unit")
+    return array.astype(dtype)

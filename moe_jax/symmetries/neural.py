@@ -43,7 +43,7 @@ from moe_jax.symmetries.data import IrregularBatch
 from moe_jax.symmetries.decoders import decode, init_decoder
 from moe_jax.symmetries.encoders import encode, init_encoder
 from moe_jax.symmetries.examples import ExampleBatches, Examples
-from moe_jax.symmetries.fit import OPTIMIZER, make_optimizer, prepare
+from moe_jax.symmetries.fit import OPTIMIZER, check_channels, make_optimizer, prepare
 from moe_jax.symmetries.losses import LossConfig, consistency
 from moe_jax.symmetries.model import ready
 from moe_jax.symmetries.nets import Params, init_mlp, mlp
@@ -135,9 +135,13 @@ def fit_neural(
     for option, value in (("width", width), ("steps", steps), ("starts", starts)):
         if value < 1:
             raise ValueError(f"{option}={value} must be at least 1")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"seed={seed} must be in [0, 2^31)")
     train, val = prepare(train_examples), prepare(val_examples)
     scales = jax.jit(lambda batch: measure_scales(as_arrays(batch)))(train.context)
     config = neural_config(name, train.targets.values.shape[-1], width)
+    for part, examples in (("train_examples", train), ("val_examples", val)):
+        check_channels(part, examples, config)
     best: tuple[float, Any] = (np.inf, None)
     step, validate, _ = neural_functions(config, steps)
     for start in range(starts):

@@ -88,11 +88,13 @@ def match_spectrum(learned: Any, true: Any) -> Match:
         true: at most 8, with positive frequencies.
 
     Raises:
-        ValueError: if the numbers do not fit.
+        ValueError: if the numbers do not fit, one is not finite, or a true frequency not positive.
     """
     learned, true = (np.asarray(v, np.complex128).ravel() for v in (learned, true))
     if not 0 < len(true) <= min(len(learned), MAX_MATCHED):
         raise ValueError(f"{len(true)} true eigenvalues for {len(learned)} learned, at most 8")
+    if not (np.isfinite(learned).all() and np.isfinite(true).all() and (true.imag > 0).all()):
+        raise ValueError(f"{true=} must be finite with positive frequencies, {learned=} finite")
     learned = learned.real + 1j * np.abs(learned.imag)
     distance = np.abs(learned[None, :] - true[:, None])
     orders = itertools.permutations(range(len(learned)), len(true))

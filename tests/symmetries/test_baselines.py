@@ -47,6 +47,12 @@ def test_unknown_kinds_are_refused():
         interpolate(BATCH, np.zeros((1, 1)), kind="quadratic")
 
 
+@pytest.mark.parametrize("query", [np.zeros((2, 1)), np.zeros(3), np.full((1, 1), np.nan)])
+def test_queries_of_other_rows_or_without_a_time_are_refused(query):
+    with pytest.raises(ValueError, match=r"must be finite \[1, queries\]"):
+        interpolate(BATCH, query)
+
+
 def test_special_cases_of_the_model():
     config = LatentMoSConfig(obs_dim=2, num_selected=2)
     assert single_expert(config).experts == 1

@@ -38,6 +38,7 @@ def test_report_counts_what_is_odd():
         ({"lengths": np.array([2, 3])}, r"lengths=\[2, 3\] must lie in \[0, 2\]"),
         ({"lengths": np.array([2.0, 2.0])}, "lengths float64.* must be integers"),
         ({"mask": np.ones((2, 2), bool)}, "must be bool"),
+        ({"times": np.zeros((2, 2), "M8[s]")}, r"times are datetime64\[s\]; give numbers"),
         ({"times": [0.0, 1.0]}, r"times \(2,\) and values"),
         ({"inputs": np.ones((2, 3, 1))}, r"inputs \(2, 3, 1\) must be"),
         ({"inputs": np.full((2, 2, 1), NAN)}, "inputs: row 0 has an input that is not finite"),
@@ -95,6 +96,9 @@ def test_lengths_are_padded_to_powers_of_two():
         ([[0.0]], [[1.0]], "values of row 0"),
         ([[0.0], [0.0]], [[[1.0]], [[1.0, 2.0]]], r"rows have \[1, 2\] channels"),
         ([[0.0]], [], "1 times, 0 values"),
+        ([np.array(["2020-01-01"], "M8[D]")], [[[1.0]]], r"times of row 0 are datetime64\[D\]"),
+        ([["now"]], [[[1.0]]], "times of row 0 are <U3, not real numbers"),
+        ([[0.0]], [[[1j]]], "values of row 0 are complex128, not real numbers"),
         ([], [], "0 times, 0 values"),
     ],
 )
@@ -111,6 +115,11 @@ def test_forecast_gives_the_past_and_asks_for_everything():
     assert examples.targets.mask.all()
     with pytest.raises(ValueError, match="row 1 has nothing observed by its time -1"):
         forecast(batch, np.array([1.0, -1.0]))
+    for times in (NAN, np.ones(3)):
+        with pytest.raises(ValueError, match="must be one finite number, or one a row"):
+            forecast(batch, times)
+    with pytest.raises(ValueError, match="times of the batch decrease"):
+        forecast(batch_of([[2.0, 1.0]], [[1.0, 2.0]]), 1.5)
 
 
 def test_batches_hold_every_row_once_an_epoch_and_resume():

@@ -21,7 +21,13 @@ from moe_jax.symmetries.diagnostics import (
 )
 from moe_jax.symmetries.examples import reconstruct
 from moe_jax.symmetries.extrapolate import extrapolate
-from moe_jax.symmetries.fit import OPTIMIZER, fit, make_loss_function, prepare
+from moe_jax.symmetries.fit import (
+    OPTIMIZER,
+    _warn_of_offsets,
+    fit,
+    make_loss_function,
+    prepare,
+)
 from moe_jax.symmetries.losses import LossConfig, overlap
 from moe_jax.symmetries.model import predict
 from moe_jax.symmetries.sample import low_resolution
@@ -141,6 +147,7 @@ def test_few_short_rows_with_half_of_the_values_missing_train():  # pysindy#200,
     [
         ({"drop": (0.5, 0.2)}, r"drop=\(0.5, 0.2\) must be increasing within \[0, 1\)"),
         ({"drop": (0.0, 1.0)}, "drop="),
+        ({"seed": -1}, r"seed=-1 must be in \[0, 2\^31\)"),
         ({"multistart": 0}, "multistart=0 must be at least 1"),
         ({"steps": 0}, "num_steps=0 must be"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
@@ -156,6 +163,23 @@ def test_examples_of_different_numbers_of_rows_are_refused():
     many = IrregularBatch(times=np.zeros((3, 1)), values=np.ones((3, 1, 3)))
     with pytest.raises(ValueError, match="context has 2 rows, targets 3"):
         prepare(dataclasses.replace(reconstruct(few), targets=many))
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_examples_of_other_channels_are_refused(part):
+    other = IrregularBatch(times=np.zeros((2, 1)), values=np.ones((2, 1, 2)))
+    examples = {"train": split().examples, "val": split(1).examples} | {part: other}
+    with pytest.raises(ValueError, match=f"{part}_examples: context has 2 channels, but"):
+        fit(CONFIG, examples["train"], examples["val"], steps=1)
+    driven = dataclasses.replace(CONFIG, input_dim=1)
+    with pytest.raises(ValueError, match="context has 0 input channels, but config.input_dim=1"):
+        fit(driven, split().examples, split(1).examples, steps=1)
+
+
+def test_an_offset_that_hides_the_variation_is_named(caplog):
+    values = split().examples.context.values + np.array([0.0, 1e8, 0.0])
+    _warn_of_offsets(IrregularBatch(times=np.zeros(values.shape[:2]), values=values))
+    assert [record.getMessage()[:18] for record in caplog.records] == ["channel 1 varies b"]
 
 
 def test_a_likelihood_and_a_divergence_change_the_loss(result):
@@ -278,3 +302,6 @@ def test_eigenvalues_are_matched_up_to_order_and_sign():
     assert match.growth_error == pytest.approx(0.1)
     with pytest.raises(ValueError, match="2 true eigenvalues for 1 learned"):
         match_spectrum([1j], [1j, 2j])
+    for learned, true in (([np.nan], [1j]), ([1j], [0j])):
+        with pytest.raises(ValueError, match="must be finite with positive frequencies"):
+            match_spectrum(learned, true)

@@ -245,6 +245,29 @@ def test_exponentials_have_finite_gradients_at_zero_and_at_huge_matrices(size):
     np.testing.assert_allclose(contracted, 0.0, atol=1e-6)
 
 
+def test_many_small_exponentials_cost_no_more_than_one_by_one():  # jax#15195
+    rng = np.random.default_rng(0)
+    matrices = jnp.asarray(rng.normal(size=(16, 40, 4, 4)), jnp.float32)
+    spans = jnp.asarray(rng.uniform(-1, 1, (16, 40)), jnp.float32)
+    together = matrix_exponential(matrices, spans)
+    for row, column in ((0, 0), (7, 31), (15, 39)):
+        expected = scipy.linalg.expm(
+            np.asarray(spans[row, column] * matrices[row, column], np.float64)
+        )
+        np.testing.assert_allclose(together[row, column], expected, atol=1e-5)
+
+    def operations(function, *arguments):
+        compiled = jax.jit(function, **COMPILER).lower(*arguments).compile()
+        return compiled.cost_analysis()["flops"]
+
+    # No branch that vmap turns into work for every matrix: the count is linear in the batch.
+    single = operations(expm, matrices[:1, :1], spans[:1, :1])
+    assert operations(expm, matrices, spans) <= 1.05 * 640 * single
+    # The default family has no matrix to exponentiate.
+    rates = jax.tree.map(lambda leaf: jnp.repeat(leaf, 640, axis=0), rotations(1, 2))
+    assert operations(flow, rates, random_latents(640, 4), spans.ravel()) < 640 * single / 20
+
+
 def test_phi_1_agrees_with_its_quotient_and_its_series():
     x = np.array([1e-9, 1e-4 + 1e-4j, 9e-4j, 1.1e-3, 0.5 - 2.0j, -3.0 + 1.0j])
     with jax.enable_x64(True):
@@ -386,6 +409,7 @@ def test_top_k_gate_weighs_the_selected_experts_only():
     ("options", "message"),
     [
         ({"generator": "lie"}, "generator='lie' is not one of"),
+        ({"experts": True}, "experts=True must be an integer"),
         ({"experts": 0}, "experts=0 must be at least 1"),
         ({"planes": 0}, "leave no latent coordinate"),
         ({"translations": -1}, "translations=-1 must not be negative"),

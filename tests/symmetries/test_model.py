@@ -187,6 +187,36 @@ def test_scales_are_those_of_the_data():
     np.testing.assert_allclose(scales.std, [np.std([1, 1, 1, 1, 3, 3]), 1.0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("factor", [1e-30, 1e-12, 1e18, 1e30])
+def test_a_change_of_the_values_unit_changes_only_the_unit(factor):
+    batch, query = data()
+    scaled = as_arrays(dataclasses.replace(batch, values=batch.values * factor))
+    scales = measure_scales(scaled)
+    expected = measure_scales(as_arrays(batch))
+    np.testing.assert_allclose(scales.std / factor, expected.std, rtol=1e-5)
+    np.testing.assert_allclose(scales.mean / factor, expected.mean, rtol=1e-4)
+
+
+def test_a_single_time_has_scales():
+    batch = as_arrays(IrregularBatch(times=np.zeros((2, 1)), values=np.ones((2, 1, 1))))
+    assert [float(x) for x in measure_scales(batch)[2:]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("field", ["times", "values"])
+def test_what_float32_cannot_hold_is_refused_by_row(field):
+    batch, query = data()
+    array = np.array(getattr(batch, field))
+    array[1, 3:] = 1e40
+    with pytest.raises(ValueError, match=f"{field}: row 1 has an entry beyond 3.4e.38; change"):
+        ready(dataclasses.replace(batch, **{field: array}), query)
+
+
+def test_what_float32_takes_for_zero_is_refused():
+    batch, query = data()
+    with pytest.raises(ValueError, match="times: all entries are below 1.18e-32; change the unit"):
+        ready(dataclasses.replace(batch, times=batch.times * 1e-40), query)
+
+
 def test_one_observation_is_moved_both_ways():  # diffrax#488
     batch, query = data()
     output = answer(SMALL, dataclasses.replace(batch, lengths=np.array([1, 1, 1])), query)

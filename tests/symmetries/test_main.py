@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -22,6 +23,15 @@ TINY = {
     "loss": {"growth": 0.0},
     "optimizer": {"learning_rate": 1e-2},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Small programs: most of their time would go into optimising what runs for an instant."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def load(path):

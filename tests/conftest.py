@@ -30,3 +30,12 @@ def _few_memory_maps():
         with open("/proc/self/maps") as maps:
             if sum(1 for _ in maps) > 20_000:
                 jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Small programs: most of their time would go into optimising what runs for an instant."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -8,18 +8,15 @@ configuration can be set on the command line: --config.train.num_seeds=4.
 """
 
 import json
-import logging as python_logging
 import shutil
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import flags
 
 from moe_jax.training import (
     Checkpoints,
@@ -27,9 +24,9 @@ from moe_jax.training import (
     Progress,
     exit_code,
     from_mapping,
-    keep_compiled_programs,
     lock_workdir,
     prepare_workdir,
+    run_program,
 )
 from theory.experiments import Run, built_start, runs_of
 from theory.fit import TrainConfig, evaluate_seeds, train_seeds
@@ -159,33 +156,13 @@ def _write(folder: Path, results: Mapping[str, Any]) -> None:
     partial.replace(folder / "results.json")
 
 
-def _main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        return _fail(f"unexpected argument {argv[1]!r}")
-    keep_compiled_programs()
-    python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
-    try:
-        return run_experiment(_CONFIG.value.to_dict(), _WORKDIR.value, full=_FULL.value)
-    except (ValueError, OSError) as error:
-        logging.debug("raised from here", exc_info=True)
-        return _fail(str(error))
+def run() -> None:
+    """Entry point of the program."""
+    full = flags.DEFINE_bool("full", False, "Run the whole sweep instead of the small default.")
+    run_program(
+        lambda config, workdir: run_experiment(config, workdir, full=full.value), "runs/theory"
+    )
 
-
-def _fail(reason: str) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return 1
-
-
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Configuration file.", allow_override=True
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/theory", "Folder for all that the run writes.", allow_override=True
-)
-_FULL = flags.DEFINE_bool(
-    "full", False, "Run the whole sweep instead of the small default.", allow_override=True
-)
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
-    app.run(_main)
+    run()

@@ -8,15 +8,11 @@ the configuration can be set on the command line: --config.study.replicates=100.
 """
 
 import json
-import logging as python_logging
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags, logging
-from ml_collections import config_flags
 
 from moe_jax.contaminated.designs import DESIGNS
 from moe_jax.contaminated.plots import plot_rates
@@ -30,9 +26,8 @@ from moe_jax.contaminated.rates import (
     study_record,
 )
 from moe_jax.contaminated.settings import RateSettings, check_same_study, read_settings
-from moe_jax.training.compilation import keep_compiled_programs
 from moe_jax.training.interrupts import Interrupts, exit_code
-from moe_jax.training.memory import keep_freed_memory
+from moe_jax.training.program import run_program
 from moe_jax.training.progress import Progress
 from moe_jax.training.workdir import lock_workdir, prepare_workdir
 
@@ -128,54 +123,9 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        return _fail(f"unexpected argument {argv[1]!r}")
-    keep_freed_memory()
-    keep_compiled_programs()
-    logging.get_absl_handler().setFormatter(
-        python_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
-    )
-    # Absl shows at INFO which accelerators JAX looked for and did not find.
-    python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
-    try:
-        return run_rate_studies(flags.FLAGS.config.to_dict(), flags.FLAGS.workdir)
-    except (ValueError, OSError) as error:
-        logging.debug("raised from here", exc_info=True)
-        return _fail(str(error))
-
-
-def _fail(reason: str) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return 1
-
-
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(list(argv))
-    # ml_collections raises these for a key the configuration lacks or a file that is not there.
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        sys.exit(_fail(_last_line(error)))
-
-
-def _last_line(error: BaseException) -> str:
-    """What went wrong, according to ml_collections, which may put a whole traceback before it."""
-    reason: Any = error
-    # One raised from another holds it as its argument, and str of a KeyError is a repr.
-    while isinstance(reason, BaseException) and reason.args:
-        reason = reason.args[0]
-    line = str(reason).strip().splitlines()[-1].strip()
-    is_unknown_key = isinstance(error, KeyError | AttributeError)
-    return f"unknown configuration key: {line}" if is_unknown_key else line
-
-
 def run() -> None:
-    """Entry point of the console script."""
-    # Here and not above, where the flags of another program imported into the same process stand.
-    config_flags.DEFINE_config_file("config", None, "Configuration file.")
-    flags.DEFINE_string("workdir", "runs/rates", "Folder for all that the run writes.")
-    flags.mark_flag_as_required("config")
-    app.run(_main, flags_parser=_parse_flags)
+    """Entry point of the program."""
+    run_program(run_rate_studies, "runs/rates")
 
 
 if __name__ == "__main__":

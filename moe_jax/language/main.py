@@ -7,16 +7,13 @@ of the configuration can be set on the command line: --config.model.num_experts=
 """
 
 import json
-import logging as python_logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import logging
 
 from moe_jax.language.batches import make_batches
 from moe_jax.language.config import LanguageModelConfig
@@ -35,13 +32,12 @@ from moe_jax.language.settings import (
     write_configuration,
 )
 from moe_jax.language.tokenizer import Tokenizer, load_tokenizer
-from moe_jax.training.checkpoints import Checkpoints, CheckpointSaveError
-from moe_jax.training.compilation import keep_compiled_programs
+from moe_jax.training.checkpoints import Checkpoints
 from moe_jax.training.interrupts import Interrupts, exit_code
-from moe_jax.training.loop import TrainingDivergedError, restore_or_init, train
-from moe_jax.training.memory import keep_freed_memory
+from moe_jax.training.loop import restore_or_init, train
 from moe_jax.training.metrics import MetricWriter, read_metrics
 from moe_jax.training.optimizer import make_optimizer
+from moe_jax.training.program import run_program
 from moe_jax.training.progress import Progress
 from moe_jax.training.state import TrainState, init_state, split_variables, variables_of
 from moe_jax.training.step import make_train_step
@@ -244,59 +240,9 @@ def _print_sample(
     print(prompt + tokenizer.decode(new))
 
 
-def _main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        return _fail(f"unexpected argument {argv[1]!r}")
-    keep_freed_memory()
-    keep_compiled_programs()
-    logging.get_absl_handler().setFormatter(
-        python_logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
-    )
-    # Absl shows at INFO which accelerators JAX looked for and did not find.
-    python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
-    try:
-        config = _CONFIG.value.to_dict()
-    except (AttributeError, ValueError, OSError) as error:
-        return _fail(_last_line(error))
-    try:
-        return train_language_model(config, _WORKDIR.value)
-    except (ValueError, OSError, CheckpointSaveError, TrainingDivergedError) as error:
-        logging.debug("raised from here", exc_info=True)
-        return _fail(str(error))
-
-
-def _fail(reason: str) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return 1
-
-
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(list(argv))
-    # ml_collections raises these for a key the configuration lacks or a file that is not there.
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        sys.exit(_fail(_last_line(error)))
-
-
-def _last_line(error: BaseException) -> str:
-    """What went wrong, according to ml_collections, which may put a whole traceback before it."""
-    reason: Any = error
-    # One raised from another holds it as its argument, and str of a KeyError is a repr.
-    while isinstance(reason, BaseException) and reason.args:
-        reason = reason.args[0]
-    line = str(reason).strip().splitlines()[-1].strip()
-    is_unknown_key = isinstance(error, KeyError | AttributeError)
-    return f"unknown configuration key: {line}" if is_unknown_key else line
-
-
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/language", "Folder for all that the run writes.")
-
-
 def run() -> None:
-    """Entry point of the console script."""
-    flags.mark_flag_as_required("config")
-    app.run(_main, flags_parser=_parse_flags)
+    """Entry point of the program."""
+    run_program(train_language_model, "runs/language")
 
 
 if __name__ == "__main__":

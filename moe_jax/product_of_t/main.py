@@ -7,17 +7,14 @@ Any entry of the configuration can be set on the command line: --config.fit.roun
 
 import dataclasses
 import json
-import logging as python_logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
-from ml_collections import config_flags
 
 from moe_jax.product_of_t.fit import FitResult, fit_product_of_t
 from moe_jax.product_of_t.gaussian import fit_gaussian
@@ -30,9 +27,9 @@ from moe_jax.product_of_t.plots import (
 from moe_jax.product_of_t.posteriordb import POSTERIORS, load_posterior
 from moe_jax.product_of_t.settings import FitSettings
 from moe_jax.product_of_t.simulate import SYNTHETIC
-from moe_jax.training.compilation import keep_compiled_programs
 from moe_jax.training.configs import check_known, from_mapping
 from moe_jax.training.metrics import MetricWriter
+from moe_jax.training.program import run_program
 from moe_jax.training.progress import Progress
 from moe_jax.training.workdir import lock_workdir, prepare_workdir
 
@@ -240,37 +237,9 @@ def _draw(
     print(f"figures in {figures}")
 
 
-def _main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        return _fail(f"unexpected argument {argv[1]!r}")
-    keep_compiled_programs()
-    # Absl shows at INFO which accelerators JAX looked for and did not find.
-    python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
-    try:
-        return fit_target(_CONFIG.value.to_dict(), _WORKDIR.value)
-    except (AttributeError, KeyError, ValueError, OSError) as error:
-        logging.debug("raised from here", exc_info=True)
-        return _fail(str(error))
-
-
-def _fail(reason: str) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return 1
-
-
-# The tests import several programs, each with a workdir, into one process.
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Configuration file.", allow_override=True
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/product_of_t", "Folder for all that the run writes.", allow_override=True
-)
-
-
 def run() -> None:
     """Entry point of the program."""
-    flags.mark_flag_as_required("config")
-    app.run(_main)
+    run_program(fit_target, "runs/product_of_t")
 
 
 if __name__ == "__main__":

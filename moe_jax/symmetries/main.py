@@ -7,15 +7,12 @@ from the newest checkpoint in the workdir.
 """
 
 import json
-import logging as python_logging
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import logging
 
 from moe_jax.symmetries.baselines import interpolate, linear_latent, training_mean
 from moe_jax.symmetries.fit import FitResult, fit
@@ -26,13 +23,11 @@ from moe_jax.symmetries.sample import Split, low_resolution
 from moe_jax.symmetries.settings import SYSTEMS, Settings, model_config, read_settings
 from moe_jax.symmetries.spectrum import anchor_spectrum, spectrum
 from moe_jax.training import (
-    CheckpointSaveError,
     Interrupts,
-    TrainingDivergedError,
     exit_code,
-    keep_compiled_programs,
     lock_workdir,
     prepare_workdir,
+    run_program,
 )
 
 PORTRAIT_ROWS = 24
@@ -242,30 +237,10 @@ def _stopped(interrupts: Interrupts) -> int:
     return exit_code(interrupts.requested)
 
 
-def _main(argv: Sequence[str]) -> int:
-    if len(argv) > 1:
-        return _fail(f"unexpected argument {argv[1]!r}")
-    keep_compiled_programs()
-    python_logging.getLogger("jax._src.xla_bridge").setLevel(python_logging.WARNING)
-    try:
-        return fit_system(_CONFIG.value.to_dict(), _WORKDIR.value)
-    except (ValueError, ImportError, OSError, CheckpointSaveError, TrainingDivergedError) as error:
-        logging.debug("raised from here", exc_info=True)
-        return _fail(str(error))
+def run() -> None:
+    """Entry point of the program."""
+    run_program(fit_system, "runs/symmetries")
 
-
-def _fail(reason: str) -> int:
-    print(f"error: {reason}", file=sys.stderr)
-    return 1
-
-
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Configuration file.", allow_override=True
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/symmetries", "Folder for all that the run writes.", allow_override=True
-)
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("config")
-    app.run(_main)
+    run()

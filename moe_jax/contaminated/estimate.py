@@ -1,15 +1,17 @@
 """One estimation as a pure function of arrays: compiled once a shape, mapped over data sets."""
 
-import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from moe_jax.contaminated import likelihood
+from moe_jax.contaminated.compilation import QUICK_ROWS, jit
 from moe_jax.contaminated.em import run_em, run_squarem
 from moe_jax.contaminated.expert import Units
 from moe_jax.contaminated.gates import Columns
@@ -26,6 +28,7 @@ from moe_jax.contaminated.limits import Limits, Path, clip, movable, objective_m
 from moe_jax.contaminated.linalg import scaled, unit_scale
 from moe_jax.contaminated.location_scale import DF_BOUNDS
 from moe_jax.contaminated.newton import run_lbfgs, run_newton
+from moe_jax.contaminated.problem import Ends, Estimate, Plan, Problem, Settings, Values
 from moe_jax.contaminated.starts import random_starts, tail_starts
 from moe_jax.contaminated.status import MAX_GATE_NORM, MAX_LOGIT, MIN_EIGENVALUE, Flags
 
@@ -37,133 +40,46 @@ _HANDOVER_GAIN = 1e-5
 # Divides a constant column: what is left of it squares to 0, so that its coefficient stays.
 _CONSTANT_SCALE = 1e200
 _VARIANCE_RATIO = 100.0
-# An array of JAX in a compiled program, of NumPy outside it, an axis number for vmap.
-Values = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is compiled: the family, the method, the starts.
+def estimate(
+    plan: Plan,
+    problem: Problem,
+    settings: Settings,
+    key: PRNGKeyArray,
+    same_as: Values | None = None,
+) -> Estimate:
+    """Fits from every start and describes the best; see `ContaminatedMoE.fit`.
 
-    Attributes:
-        n_tail: deterministic tail starts, at most 4.
-        n_random: random starts.
-        max_iter: iterations of the method; of Newton's in "em+newton".
-        em_steps: EM iterations before Newton's.
-        centre_gate: whether the gate's covariates may be centred, which moves tau.
-        centre_expert: whether the expert's covariates and response may be, which moves its
-            intercept.
-        sequential: whether starts run one after the other, for large data, instead of together.
+    With `same_as` [s] a start whose number is not its own entry is not followed: it takes the
+    result of the earlier start that the entry names.
     """
-
-    family: Family
-    method: str = "em+newton"
-    n_tail: int = 4
-    n_random: int = 0
-    max_iter: int = 200
-    em_steps: int = 20
-    centre_gate: bool = True
-    centre_expert: bool = True
-    sequential: bool = False
+    starts = len(settings.given) + plan.n_tail + plan.n_random
+    is_quick = len(problem.y) * starts <= QUICK_ROWS
+    function = _estimate_quickly if is_quick else _estimate_well
+    return function(plan, problem, settings, key, same_as)
 
 
-class Problem(NamedTuple):
-    """The data of one estimation in the user's units.
-
-    Attributes:
-        x: covariates [n, d].
-        y: response [n].
-        log_frozen: log f0(y_i | x_i) [n].
-        weight: of the rows [n], 0 for absent ones, whose other values must be finite all the same.
-        frozen_variance: mean variance of y under the frozen model, NaN if it is unknown.
-    """
-
-    x: Values
-    y: Values
-    log_frozen: Values
-    weight: Values
-    frozen_variance: Values
-
-
-class Settings(NamedTuple):
-    """Numbers that an estimation takes without being compiled anew.
-
-    Attributes:
-        initial: the family's initial parameters [p].
-        given: further starts [s, p].
-        fixed: fixed values of parameters and NaN for free ones [p].
-        nu_bounds: range of the variances [2]; NaN for the default.
-        gate_prior_scale: standard deviation of the prior, infinite for none.
-        tol: Newton's stopping rule.
-    """
-
-    initial: Values
-    given: Values
-    fixed: Values
-    nu_bounds: Values
-    gate_prior_scale: Values
-    tol: Values
-
-
-class Estimate(NamedTuple):
-    """What an estimation found.
-
-    Attributes:
-        theta: parameters in the user's units [p].
-        loglik: log-likelihood there, without the prior.
-        gradient: of the mean objective in standardised units [p].
-        information: observed information in standardised units, with the prior's precision [p, p].
-        outer_product: sum of weight g g^T over the rows' scores g, in the same units [p, p].
-        to_user: derivatives of the user's parameters by the standardised ones [p, p].
-        from_user: its inverse [p, p].
-        movable: entries that are neither fixed nor held at a bound [p].
-        flags: which statuses hold.
-        converged: whether the best start's stopping rule was met.
-        em_trace, trace: the objective after every iteration of the best start, NaN past the end.
-        em_iterations, iterations: of the best start.
-        start_values: objective reached from every start [s].
-        start_iterations: iterations of every start, of both phases [s].
-        start_converged: of every start [s].
-        n_agree: starts within 0.01 of the best.
-        facts: numbers for the status's message.
-    """
-
-    theta: Values
-    loglik: Values
-    gradient: Values
-    information: Values
-    outer_product: Values
-    to_user: Values
-    from_user: Values
-    movable: Values
-    flags: Flags
-    converged: Values
-    em_trace: Values
-    trace: Values
-    em_iterations: Values
-    iterations: Values
-    start_values: Values
-    start_iterations: Values
-    start_converged: Values
-    n_agree: Values
-    facts: dict[str, Values]
-
-
-@partial(jax.jit, static_argnames="plan")
-def estimate(plan: Plan, problem: Problem, settings: Settings, key: PRNGKeyArray) -> Estimate:
-    """Fits from every start and describes the best; see `ContaminatedMoE.fit`."""
-    return _estimate(plan, problem, settings, key)
-
-
-@partial(jax.jit, static_argnames=("plan", "axes"))
 def estimate_many(
     plan: Plan, axes: tuple[Problem, Settings], problem: Problem, settings: Settings, keys: Array
 ) -> Estimate:
     """`estimate` mapped over the leading axes that `axes` names."""
+    starts = np.shape(settings.given)[-2] + plan.n_tail + plan.n_random
+    is_quick = len(keys) * np.shape(problem.y)[-1] * starts <= QUICK_ROWS
+    function = _estimate_many_quickly if is_quick else _estimate_many_well
+    return function(plan, axes, problem, settings, keys)
+
+
+def _estimate_many(
+    plan: Plan, axes: tuple[Problem, Settings], problem: Problem, settings: Settings, keys: Array
+) -> Estimate:
     return jax.vmap(partial(_estimate, plan), in_axes=(*axes, 0))(problem, settings, keys)
 
 
-def _estimate(plan: Plan, problem: Problem, settings: Settings, key: PRNGKeyArray) -> Estimate:
+def _prepare(
+    plan: Plan, problem: Problem, settings: Settings
+) -> tuple[Rows, Limits, tuple[Columns, Units], Array]:
+    """Standardised rows, their limits, the units, and the log of the response's."""
     family = plan.family
     columns, units = _scaling(plan, problem)
     rows = make_rows(
@@ -180,12 +96,26 @@ def _estimate(plan: Plan, problem: Problem, settings: Settings, key: PRNGKeyArra
     log_frozen = jnp.maximum(rows.log_frozen + log_unit, LOWEST_LOG_DENSITY)
     rows = rows._replace(log_frozen=log_frozen)
     limits = _limits(plan, problem, settings, columns, units)
+    return rows, limits, (columns, units), log_unit
+
+
+def _estimate(
+    plan: Plan,
+    problem: Problem,
+    settings: Settings,
+    key: PRNGKeyArray,
+    same_as: Array | None = None,
+) -> Estimate:
+    rows, limits, (columns, units), log_unit = _prepare(plan, problem, settings)
     thetas = _starts(plan, problem, settings, rows, limits, (columns, units), key)
 
     def run(theta: Array) -> tuple[Path, Path, Moments]:
         return _run(plan, theta, rows, limits, settings.tol)
 
-    paths = jax.lax.map(run, thetas) if plan.sequential else jax.vmap(run)(thetas)
+    if same_as is not None:
+        paths = _run_distinct(run, thetas, same_as)
+    else:
+        paths = jax.lax.map(run, thetas) if plan.sequential else jax.vmap(run)(thetas)
     values = paths[1].value - jnp.sum(rows.weight) * log_unit
     best = jnp.argmax(jnp.where(jnp.isfinite(values), values, -jnp.inf))
     em_path, path, moments = jax.tree.map(lambda a: a[best], paths)
@@ -202,6 +132,56 @@ def _estimate(plan: Plan, problem: Problem, settings: Settings, key: PRNGKeyArra
         values,
         paths,
     )
+
+
+def _run_distinct(run: Callable[[Array], Any], thetas: Array, same_as: Array) -> Any:
+    """Stacked run(theta), copied from an earlier start where `same_as` names one."""
+    shapes = jax.eval_shape(run, thetas[0])
+    done = jax.tree.map(lambda a: jnp.zeros((len(thetas), *a.shape), a.dtype), shapes)
+
+    def one(done: Any, k: Array) -> tuple[Any, None]:
+        earlier = jax.tree.map(lambda a: a[same_as[k]], done)
+        found = jax.lax.cond(same_as[k] < k, lambda: earlier, lambda: run(thetas[k]))
+        return jax.tree.map(lambda a, b: a.at[k].set(b), done, found), None
+
+    return jax.lax.scan(one, done, jnp.arange(len(thetas)))[0]
+
+
+def _follow_starts(plan: Plan, problem: Problem, settings: Settings, key: PRNGKeyArray) -> Ends:
+    """Where every start leads, without describing it."""
+    rows, limits, scaling, _ = _prepare(plan, problem, settings)
+    thetas = _starts(plan, problem, settings, rows, limits, scaling, key)
+
+    def follow(theta: Array) -> Ends:
+        em_path, path, _ = _run(plan, theta, rows, limits, settings.tol)
+        r = row_terms(plan.family, path.theta, rows).responsibility
+        return Ends(
+            _map_blocks(plan.family, "to_user", path.theta, rows, scaling),
+            path.theta,
+            path.value,
+            jnp.min(r @ rows.weight),
+            em_path.count + path.count,
+            path.converged,
+        )
+
+    return jax.vmap(follow)(thetas)
+
+
+def _place_starts(
+    plan: Plan, problem: Problem, settings: Settings, key: PRNGKeyArray
+) -> Float[Array, "s p"]:
+    """All starts in the user's units."""
+    rows, limits, scaling, _ = _prepare(plan, problem, settings)
+    thetas = _starts(plan, problem, settings, rows, limits, scaling, key)
+    return jnp.stack([_map_blocks(plan.family, "to_user", t, rows, scaling) for t in thetas])
+
+
+_estimate_quickly = jit(_estimate, static="plan", quick=True)
+_estimate_well = jit(_estimate, static="plan", quick=False)
+_estimate_many_quickly = jit(_estimate_many, static=("plan", "axes"), quick=True)
+_estimate_many_well = jit(_estimate_many, static=("plan", "axes"), quick=False)
+follow_starts = jit(_follow_starts, static="plan", quick=False)
+place_starts = jit(_place_starts, static="plan", quick=False)
 
 
 def _run(

@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import PRNGKeyArray
 
+from moe_jax.contaminated.compilation import pad_rows, padded_size
 from moe_jax.contaminated.data import (
     check_data,
     check_labels,
@@ -19,20 +20,14 @@ from moe_jax.contaminated.data import (
     fill_absent,
     frozen_log_prob,
 )
-from moe_jax.contaminated.estimate import (
-    METHODS,
-    Estimate,
-    Plan,
-    Problem,
-    Settings,
-    estimate,
-    estimate_many,
-)
+from moe_jax.contaminated.estimate import METHODS, estimate, estimate_many
 from moe_jax.contaminated.frozen import mean_variance
 from moe_jax.contaminated.inference import covariance
 from moe_jax.contaminated.layout import Family, fixed_vector, flatten, unflatten
 from moe_jax.contaminated.model import ContaminatedMoE
+from moe_jax.contaminated.problem import Estimate, Plan, Problem, Settings
 from moe_jax.contaminated.result import FitResult, make_result
+from moe_jax.contaminated.screening import Screening, screen_starts
 from moe_jax.contaminated.starts import TAILS
 from moe_jax.contaminated.status import STATUSES
 
@@ -90,14 +85,37 @@ def fit(
     log_frozen = frozen_log_prob(model.frozen, x, y)
     check_log_frozen(log_frozen, weight)
     plan = make_plan(model, x.shape[1], starts, n_starts, method, max_iter, em_steps, key)
+    key = jax.random.key(0) if key is None else key
     problem = Problem(x, y, log_frozen, weight, np.float64(mean_variance(model.frozen, x)))
-    plan = dataclasses.replace(
-        plan, sequential=len(y) * max(plan.n_tail + plan.n_random, 1) > _TOGETHER_ROWS
-    )
     with jax.enable_x64(True):
         settings = make_settings(model, x.shape[1], starts, tol)
-        found = estimate(plan, problem, settings, jax.random.key(0) if key is None else key)
-    return make_result(model, plan, problem, jax.tree.map(np.asarray, found))
+        is_large = len(y) * max(plan.n_tail + plan.n_random, 1) > _TOGETHER_ROWS
+        screening = screen_starts(plan, problem, settings, key) if is_large else None
+        if screening is not None:
+            found = _refine(plan, problem, settings, key, screening)
+        else:
+            plan = dataclasses.replace(plan, sequential=is_large)
+            found = estimate(plan, _padded(problem), settings, key)
+    return make_result(model, plan, problem, jax.tree.map(np.asarray, found), screening)
+
+
+def _padded(problem: Problem) -> Problem:
+    """The problem with rows of weight 0 up to a size that many problems share."""
+    n = len(problem.y)
+    size = padded_size(n)
+    if size == n:
+        return problem
+    x, y, log_frozen = pad_rows(size, problem.x, problem.y, problem.log_frozen)
+    return Problem(x, y, log_frozen, np.pad(problem.weight, (0, size - n)), problem.frozen_variance)
+
+
+def _refine(
+    plan: Plan, problem: Problem, settings: Settings, key: PRNGKeyArray, screening: Screening
+) -> Estimate:
+    """Follows on all rows the starts that a sample led to different ends."""
+    given = dataclasses.replace(plan, n_tail=0, n_random=0, sequential=True)
+    settings = settings._replace(given=screening.given)
+    return estimate(given, problem, settings, key, screening.same_as)
 
 
 class BatchFit(NamedTuple):

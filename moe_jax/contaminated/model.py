@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from moe_jax.contaminated.compilation import jit
 from moe_jax.contaminated.data import check_covariates, check_data, frozen_log_prob
 from moe_jax.contaminated.expert import Expert
 from moe_jax.contaminated.frozen import require
@@ -169,13 +170,12 @@ class ContaminatedMoE:
         return values[0] if self.n_prompts == 1 else values
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static="family")
 def _row_terms(family: Family, theta: Array, x: Array, y: Array, log_frozen: Array) -> RowTerms:
     return row_terms(family, theta, make_rows(family, x, y, log_frozen))
 
 
-@partial(jax.jit, static_argnums=0)
-def _gate(family: Family, theta: Array, x: Array) -> Float[Array, "J n"]:
+def _gate_probabilities(family: Family, theta: Array, x: Array) -> Float[Array, "J n"]:
     """pi_j(x_i)."""
     design = family.gate.design(x, None)
     g = family.gate.size(design.shape[1])
@@ -184,17 +184,20 @@ def _gate(family: Family, theta: Array, x: Array) -> Float[Array, "J n"]:
     return jax.nn.softmax(jnp.concatenate([jnp.zeros_like(logits[:1]), logits]), axis=0)[1:]
 
 
-@partial(jax.jit, static_argnums=0)
+_gate = jit(_gate_probabilities, static="family")
+
+
+@partial(jit, static="family")
 def _means(family: Family, theta: Array, x: Array) -> Array:
     """E[y | x_i, prompt j] [J, n] or [J, n, classes]."""
     design = family.expert.design(x, None)
     return jnp.stack([family.expert.mean(phi, design) for phi in _experts(family, theta, x)])
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(jit, static="family")
 def _draw(key: PRNGKeyArray, family: Family, theta: Array, x: Array) -> tuple[Array, Array]:
     """Component of every row [n], 0 for the frozen model, and a draw from every prompt [J, n]."""
-    gate = _gate(family, theta, x)
+    gate = _gate_probabilities(family, theta, x)
     logp = jnp.log(jnp.concatenate([1 - jnp.sum(gate, axis=0, keepdims=True), gate]))
     key, *keys = jax.random.split(key, 1 + family.n_prompts)
     design = family.expert.design(x, None)

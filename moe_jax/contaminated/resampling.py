@@ -10,11 +10,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, PRNGKeyArray
 from scipy.optimize import linear_sum_assignment
 
-from moe_jax.contaminated.estimate import Problem, Settings, estimate_many
+from moe_jax.contaminated.estimate import estimate_many
 from moe_jax.contaminated.fit import fit_many, make_settings
 from moe_jax.contaminated.frozen import mean_variance
 from moe_jax.contaminated.inference import normal_quantile
 from moe_jax.contaminated.layout import fixed_vector
+from moe_jax.contaminated.problem import Problem, Settings
 from moe_jax.contaminated.result import FitResult
 
 # How often a default grid that ends before the interval does is made twice as wide.

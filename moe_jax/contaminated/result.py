@@ -9,10 +9,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, PRNGKeyArray
 
 from moe_jax.contaminated import inference
-from moe_jax.contaminated.estimate import Estimate, Plan, Problem
 from moe_jax.contaminated.inference import Derived, Kind, Wald
 from moe_jax.contaminated.layout import fixed_vector, parameter_names, unflatten
 from moe_jax.contaminated.model import ContaminatedMoE
+from moe_jax.contaminated.problem import Estimate, Plan, Problem
+from moe_jax.contaminated.screening import Screening
 from moe_jax.contaminated.status import STATUSES, remedy
 
 # Parameters that are logarithms, and what they are logarithms of.
@@ -35,7 +36,9 @@ class FitResult:
         converged: whether the best start met the method's stopping rule.
         iterations: of the best start, EM's and the method's.
         n_agree: starts whose objective is within 0.01 of the best.
-        starts_table: a dict for every start: name, loglik (objective), iterations, converged.
+        starts_table: a dict for every start: name, loglik (objective), iterations, converged. Of
+            large data also sample_iterations, spent on a sample of the rows, and same_as, the first
+            start that the sample led to the same optimum: the two go on together.
         gradient: of the mean objective in standardised units [p].
         information: observed information [p, p], with the prior's precision.
         outer_product: sum of weight g g^T over the rows' scores g [p, p].
@@ -192,7 +195,13 @@ def _line(name: str, value: float, error: float, z: float | None, bounds: np.nda
     return f"{name:<16}{value:>13.6g}{error:>13.4g}{ratio:>9}{low:>14.5g}{high:>13.5g}"
 
 
-def make_result(model: ContaminatedMoE, plan: Plan, problem: Problem, found: Estimate) -> FitResult:
+def make_result(
+    model: ContaminatedMoE,
+    plan: Plan,
+    problem: Problem,
+    found: Estimate,
+    screening: Screening | None = None,
+) -> FitResult:
     """The result of an estimate, both as NumPy arrays."""
     d = problem.x.shape[1]
     flags = {name: bool(getattr(found.flags, name)) for name in STATUSES}
@@ -205,6 +214,14 @@ def make_result(model: ContaminatedMoE, plan: Plan, problem: Problem, found: Est
     per_start = zip(
         kinds, found.start_values, found.start_iterations, found.start_converged, strict=True
     )
+    table: list[dict[str, Any]] = [
+        {"name": k, "loglik": float(v), "iterations": int(i), "converged": bool(c)}
+        for k, v, i, c in per_start
+    ]
+    if screening is not None:
+        for k, row in enumerate(table):
+            row["sample_iterations"] = int(screening.iterations[k])
+            row["same_as"] = int(screening.same_as[k])
     return FitResult(
         params=unflatten(model.family, found.theta, d),
         theta=found.theta,
@@ -217,10 +234,7 @@ def make_result(model: ContaminatedMoE, plan: Plan, problem: Problem, found: Est
         converged=bool(found.converged),
         iterations=int(found.em_iterations + found.iterations),
         n_agree=int(found.n_agree),
-        starts_table=[
-            {"name": k, "loglik": float(v), "iterations": int(i), "converged": bool(c)}
-            for k, v, i, c in per_start
-        ],
+        starts_table=table,
         gradient=found.gradient,
         information=back.T @ found.information @ back,
         outer_product=back.T @ found.outer_product @ back,

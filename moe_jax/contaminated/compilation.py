@@ -1,0 +1,73 @@
+"""How the estimators are compiled: for the time that a user waits, not for the last percent.
+
+The programs are long and their arrays small, so that on a CPU compiling takes seconds and running
+milliseconds. XLA's older way of emitting fused loops compiles them twice as fast as its newer one
+and they run as fast; without LLVM's optimisations compiling takes a sixth of the time and running
+two to three times as long, which pays for data that are fitted in milliseconds.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Rows up to which a program is not worth optimising, all starts together.
+QUICK_ROWS = 16_384
+# Rows up to which data are padded to a size that others share.
+_PADDED_ROWS = 16_384
+_OLDER_FUSION = {"xla_cpu_use_fusion_emitters": False}
+_UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.cache
+def compiler_options(quick: bool) -> dict[str, Any]:
+    """Options for `jax.jit`; none on other devices than CPUs or if XLA does not know them."""
+    if jax.default_backend() != "cpu":
+        return {}
+    options = _OLDER_FUSION | (_UNOPTIMISED if quick else {})
+    try:
+        jax.jit(jnp.negative, compiler_options=options)(np.float32(0))
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return options
+
+
+def jit(
+    function: Callable[..., Any], *, static: str | tuple[str, ...], quick: bool = True
+) -> Callable[..., Any]:
+    """`jax.jit` with `compiler_options`, which are asked for at the first call."""
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        options = compiler_options(quick)
+        return jax.jit(function, static_argnames=static, compiler_options=options or None)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+def padded_size(size: int) -> int:
+    """Rows that data are padded to: up to 16,384 the next quarter of a power of two, 64 at least.
+
+    Sizes in any number then share four compiled programs an octave. Padding has weight 0 and moves
+    results by rounding errors only.
+    """
+    if size > _PADDED_ROWS:
+        return size
+    quarter = max(2 ** (size.bit_length() - 3), 1)
+    return max(-(-size // quarter) * quarter, 64)
+
+
+def pad_rows(size: int, *arrays: np.ndarray, axis: int = 0) -> list[np.ndarray]:
+    """Arrays lengthened along an axis to `size` by repeating their first entry."""
+    out = []
+    for array in arrays:
+        index = np.arange(size)
+        out.append(np.take(array, np.where(index < array.shape[axis], index, 0), axis=axis))
+    return out

@@ -59,8 +59,8 @@ def screen_starts(
     if len(present) < 4 * size:
         return None
     picks = np.sort(np.random.default_rng(0).choice(present, size, replace=False))
-    arrays = (problem.x, problem.y, problem.log_frozen, problem.weight)
-    sample = Problem(*(a[picks] for a in arrays), problem.frozen_variance)
+    x, y, log_frozen, weight = (a[picks] for a in problem[:4])
+    sample = Problem(x, y, log_frozen, weight, problem.frozen_variance)
     ends = jax.tree.map(np.asarray, follow_starts(plan, sample, settings, key))
     needed = _POINTS_PER_PARAMETER * plan.family.size(problem.x.shape[1]) / plan.family.n_prompts
     is_finite = np.all(np.isfinite(ends.theta), axis=1) & np.isfinite(ends.value)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 # Rows up to which a program is not worth optimising, all starts together.
-QUICK_ROWS = 16_384
+QUICK_ROWS = 8_192
 # Rows up to which data are padded to a size that others share.
 _PADDED_ROWS = 16_384
 _OLDER_FUSION = {"xla_cpu_use_fusion_emitters": False}
@@ -64,10 +64,7 @@ def padded_size(size: int) -> int:
     return max(-(-size // quarter) * quarter, 64)
 
 
-def pad_rows(size: int, *arrays: np.ndarray, axis: int = 0) -> list[np.ndarray]:
-    """Arrays lengthened along an axis to `size` by repeating their first entry."""
-    out = []
-    for array in arrays:
-        index = np.arange(size)
-        out.append(np.take(array, np.where(index < array.shape[axis], index, 0), axis=axis))
-    return out
+def lengthen(array: np.ndarray, missing: int, axis: int) -> np.ndarray:
+    """The array with its first entry along an axis repeated at the end."""
+    first = np.take(array, [0], axis=axis)
+    return np.concatenate([array, np.repeat(first, missing, axis=axis)], axis=axis)

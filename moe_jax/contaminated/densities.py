@@ -64,30 +64,34 @@ def hellinger(model: ContaminatedMoE, phi: Float[Array, " e"], x: np.ndarray) ->
 def definition1_check(model: ContaminatedMoE, phi: Float[Array, " e"], x: np.ndarray) -> float:
     """Sine of the angle in L2(dy) between f0 and the span of f1, f2, df2/dh, d2f2/dh2, mean over x.
 
-    f2 is the expert and f1 the member of its family with the frozen mean and variance. 0 if f0 is a
-    combination of them at every x, as a Gaussian f0 is for a Gaussian expert: then the pair is not
-    distinguishable (Definition 1 of Yan et al. 2025). The angle, unlike the least singular value of
-    the five together, does not vanish merely because f1 and f2 meet. NaN for experts without a
-    location, and for classes, whose mixture no single x identifies.
+    f2 is the expert and f1 the one member of its family, the same at every x, that is nearest to f0
+    (`limit_expert`). 0 if f0 is a combination of them at every x, as a linear Gaussian f0 is for
+    linear Gaussian experts: then the pair is not distinguishable (Definition 1 of Yan et al. 2025).
+    A frozen tanh beside a linear expert is none, and the angle says how far they are apart for
+    these x, which can be little. The angle, unlike the least singular value of the five together,
+    does not vanish merely because f1 and f2 meet.
+
+    What it cannot tell: whether other parameters than the nearest f1 and the present f2 combine
+    to f0; and the nearest member of a nonlinear family is found by a local search from f2, so that
+    an angle above 0 is an upper bound. NaN for experts without a location, and for classes, whose
+    mixture no single x identifies.
     """
     nodes = None if model.expert.labels else _nodes(model, phi, x)
     if nodes is None or not isinstance(model.expert, LocationScale):
         return math.nan
-    psi = model.expert.split(phi)[1]
-    mean, _ = _expert_moments(model.expert, phi, x)
-    moments = _frozen_moments(model, x)
-    assert moments is not None  # there are no nodes without them
+    expert = model.expert
+    psi = expert.split(phi)[1]
+    mean, _ = _expert_moments(expert, phi, x)
+    nearest = limit_expert(model, phi, x)
+    mean1 = np.asarray(expert.mean(nearest, expert.design(jnp.asarray(x), None)))
+    psi1 = expert.split(nearest)[1]
     sines = []
     for k in range(len(x)):
         root = np.sqrt(nodes.weight[k])
-        residual = jnp.asarray(nodes.y[k] - mean[k])
-        slopes = model.expert.noise_derivatives(residual, psi)
+        slopes = expert.noise_derivatives(jnp.asarray(nodes.y[k] - mean[k]), psi)
         by_mean, twice = np.asarray(slopes.by_mean), np.asarray(slopes.by_mean_mean)
         f2 = np.exp(nodes.log_expert[k])
-        scale2 = moments[1][k] * _scale_per_variance(model.expert, psi)
-        matched = psi.at[0].set(math.log(scale2))
-        at_frozen = jnp.asarray(nodes.y[k] - moments[0][k])
-        f1 = np.exp(np.asarray(model.expert.noise(at_frozen, matched)))
+        f1 = np.exp(np.asarray(expert.noise(jnp.asarray(nodes.y[k] - mean1[k]), psi1)))
         span = np.stack([f1, f2, f2 * by_mean, f2 * (twice + np.square(by_mean))]) * root
         span = span / np.linalg.norm(span, axis=1, keepdims=True)
         target = np.exp(nodes.log_frozen[k]) * root

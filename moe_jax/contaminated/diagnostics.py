@@ -75,7 +75,8 @@ class Diagnostics:
             tau for centred covariates.
         collinear_directions: of the least eigenvalues, at most three.
         definition1_check: sine of the angle between f0 and the span of the expert's densities and
-            derivatives; 0 is not distinguishable.
+            derivatives; 0 is not distinguishable. See `densities.definition1_check` for what it
+            cannot tell.
         rate_factors: by name of the parameter; empty where they cannot be computed.
         responsibility_count, gate_count: sums of r and of w.
         lights: "green", "amber" or "red" by diagnostic.

@@ -144,7 +144,7 @@ def _run_distinct(run: Callable[[Array], Any], thetas: Array, same_as: Array) ->
         found = jax.lax.cond(same_as[k] < k, lambda: earlier, lambda: run(thetas[k]))
         return jax.tree.map(lambda a, b: a.at[k].set(b), done, found), None
 
-    return jax.lax.scan(one, done, jnp.arange(len(thetas)))[0]
+    return jax.lax.scan(one, done, jnp.arange(len(thetas), dtype=jnp.int32))[0]
 
 
 def _follow_starts(plan: Plan, problem: Problem, settings: Settings, key: PRNGKeyArray) -> Ends:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import PRNGKeyArray
 
-from moe_jax.contaminated.compilation import pad_rows, padded_size
+from moe_jax.contaminated.compilation import lengthen, padded_size
 from moe_jax.contaminated.data import (
     check_data,
     check_labels,
@@ -95,18 +95,22 @@ def fit(
             found = _refine(plan, problem, settings, key, screening)
         else:
             plan = dataclasses.replace(plan, sequential=is_large)
-            found = estimate(plan, _padded(problem), settings, key)
+            found = estimate(plan, padded(problem), settings, key)
     return make_result(model, plan, problem, jax.tree.map(np.asarray, found), screening)
 
 
-def _padded(problem: Problem) -> Problem:
+def padded(problem: Problem) -> Problem:
     """The problem with rows of weight 0 up to a size that many problems share."""
-    n = len(problem.y)
-    size = padded_size(n)
-    if size == n:
+    n = np.shape(problem.y)[-1]
+    missing = padded_size(n) - n
+    if not missing:
         return problem
-    x, y, log_frozen = pad_rows(size, problem.x, problem.y, problem.log_frozen)
-    return Problem(x, y, log_frozen, np.pad(problem.weight, (0, size - n)), problem.frozen_variance)
+    x, y, log_frozen = (
+        lengthen(np.asarray(array), missing, axis)
+        for array, axis in ((problem.x, -2), (problem.y, -1), (problem.log_frozen, -1))
+    )
+    widths = [(0, 0)] * (np.ndim(problem.weight) - 1) + [(0, missing)]
+    return Problem(x, y, log_frozen, np.pad(problem.weight, widths), problem.frozen_variance)
 
 
 def _refine(
@@ -205,7 +209,8 @@ def fit_many(
         index = np.arange(start, start + chunk)
         index = np.where(index < count, index, start)
         known = None if log_frozen is None else np.asarray(log_frozen, np.float64)[index]
-        problem = _problems(model, xs if is_shared else xs[index], ys[index], weight[index], known)
+        data = xs if is_shared else xs[index]
+        problem = padded(_problems(model, data, ys[index], weight[index], known))
         with jax.enable_x64(True):
             part = estimate_many(plan, axes, problem, settings, keys[index])
         found.append(jax.tree.map(partial(_head, count - start), part))

@@ -1,7 +1,7 @@
 """The contaminated mixture of experts: what it is made of, and its density given parameters."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,6 +155,23 @@ class ContaminatedMoE:
         from moe_jax.contaminated.exponents import exponents
 
         return exponents(self, params, x, direction, **options)
+
+    def rate_study(
+        self, design: Any, ns: Sequence[int], R: int, key: PRNGKeyArray, **options: Any
+    ) -> Any:
+        """Errors of fits of this model over sample sizes beside the Cramer-Rao bound.
+
+        Args:
+            design: truth and covariates: a `moe_jax.contaminated.designs.Design`, whose own model
+                is left aside, or the name of one of `DESIGNS`.
+            ns: observations of a data set, five or more, ascending.
+            R: data sets of each size.
+            key: of all data.
+            **options: of `moe_jax.contaminated.rates.rate_study`.
+        """
+        from moe_jax.contaminated.rates import model_rate_study
+
+        return model_rate_study(self, design, ns, R, key, **options)
 
     def _theta(self, params: Mapping[str, Any], x: np.ndarray) -> Array:
         return flatten(self.family, params, x.shape[1])

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.contaminated.designs import ROWS, Design, row_vectors
+from moe_jax.contaminated.designs import DESIGNS, ROWS, Design, row_vectors
 from moe_jax.contaminated.exponents import blocks, cramer_rao, information, normal_points
+from moe_jax.contaminated.model import ContaminatedMoE
 from moe_jax.contaminated.simulate import simulate
 from moe_jax.training.rates import MIN_WIDTHS, fit_rate
 
@@ -257,6 +258,26 @@ def rate_study(
         *_, done = fit_size(key, design, size, replicates, start=start, chunk_rows=chunk_rows)
         fits.append(done)
     return assemble_study(design, fits)
+
+
+def model_rate_study(
+    model: ContaminatedMoE,
+    design: Design | str,
+    sizes: Sequence[int],
+    replicates: int,
+    key: jax.Array,
+    **options: Any,
+) -> RateStudy:
+    """`rate_study` of a model in place of the design's own.
+
+    Raises:
+        ValueError: as `rate_study`, and for a name that is none of `DESIGNS`.
+    """
+    if isinstance(design, str):
+        if design not in DESIGNS:
+            raise ValueError(f"design={design!r} is not one of {', '.join(DESIGNS)}")
+        design = DESIGNS[design]
+    return rate_study(key, dataclasses.replace(design, model=model), sizes, replicates, **options)
 
 
 def fit_size(

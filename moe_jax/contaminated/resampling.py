@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, PRNGKeyArray
 from scipy.optimize import linear_sum_assignment
 
 from moe_jax.contaminated.estimate import estimate_many
-from moe_jax.contaminated.fit import fit_many, make_settings
+from moe_jax.contaminated.fit import fit_many, make_settings, padded
 from moe_jax.contaminated.frozen import mean_variance
 from moe_jax.contaminated.inference import normal_quantile
 from moe_jax.contaminated.layout import fixed_vector
@@ -156,10 +156,9 @@ def _refit(
     with jax.enable_x64(True):
         settings = make_settings(model, d, result.params, 1e-13)
         settings = settings._replace(given=jnp.asarray(starts), fixed=jnp.asarray(held))
-        data = (result.x, result.y, result.log_frozen, result.weight)
-        variance = mean_variance(model.frozen, result.x)
-        x, y, log_frozen, weight = map(jnp.asarray, data)
-        problem = Problem(x, y, log_frozen, weight, jnp.asarray(variance))
+        variance = np.float64(mean_variance(model.frozen, result.x))
+        data = Problem(result.x, result.y, result.log_frozen, result.weight, variance)
+        problem = padded(data)
         shared: list[Any] = [None] * 5
         mapped: list[Any] = [0 if k in ("given", "fixed") else None for k in Settings._fields]
         axes = Problem(*shared), Settings(*mapped)

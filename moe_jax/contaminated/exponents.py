@@ -25,6 +25,7 @@ from scipy.special import ndtri
 from scipy.stats import qmc
 
 from moe_jax.contaminated import likelihood
+from moe_jax.contaminated.compilation import jit
 from moe_jax.contaminated.layout import Family, flatten, parameter_names, unflatten
 from moe_jax.contaminated.model import ContaminatedMoE
 
@@ -116,7 +117,7 @@ def _integrate(
     return total, mass
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static="family", quick=False)
 def _outer_product(
     family: Family,
     theta: Array,

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
+from jax.flatten_util import ravel_pytree
 
 from moe_jax.contaminated import (
     ConstantGate,
@@ -192,3 +194,97 @@ def test_more_prompts_than_clusters_end_with_a_status(two):
     result = TWO.fit(x, y)
     assert np.all(np.isfinite(result.theta)) and np.isfinite(result.loglik)
     assert result.status != "ok" and result.message
+
+
+def independent_loglik(model, x, y, means):
+    """Log-likelihood of Gaussian prompts with linear gates as JAX would be told to write it.
+
+    `means` takes eta and x; parameters are one vector a prompt: beta, tau, eta, log nu.
+    """
+    log_frozen = jax.scipy.stats.norm.logpdf(jnp.asarray(y), model.frozen.mean(x), 1.0)
+
+    def loglik(theta):
+        logits, joint = [jnp.zeros(len(y))], [log_frozen]
+        for block in theta.reshape(model.n_prompts, -1):
+            gate = x[:, 0] * block[0] + block[1]
+            scale = jnp.exp(0.5 * block[-1])
+            logits.append(gate)
+            joint.append(gate + jax.scipy.stats.norm.logpdf(y, means(block[2:-1], x), scale))
+        total = jax.scipy.special.logsumexp(jnp.stack(logits), axis=0)
+        return jnp.sum(jax.scipy.special.logsumexp(jnp.stack(joint), axis=0) - total)
+
+    return loglik
+
+
+def assert_covariance_is_of(result, means):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        loglik = independent_loglik(result.model, result.x, result.y, means)
+        theta = jnp.asarray(result.theta)
+        value, gradient = map(np.asarray, jax.jit(jax.value_and_grad(loglik))(theta))
+        hessian = np.asarray(jax.jit(jax.hessian(loglik))(theta))
+    assert value == pytest.approx(result.loglik, rel=1e-10)
+    np.testing.assert_allclose(result.information, -hessian, rtol=1e-6, atol=1e-6)
+    errors = result.standard_errors()
+    np.testing.assert_allclose(errors, np.sqrt(np.diagonal(np.linalg.inv(-hessian))), rtol=1e-5)
+    # At the maximum the gradient is a negligible part of a standard error away from zero.
+    assert np.max(np.abs(gradient * errors)) < 1e-5
+
+
+def test_three_prompts_have_the_covariance_of_their_hessian():
+    model = dataclasses.replace(MODEL, n_prompts=3)
+    truth = {
+        "beta": np.array([[1.0], [-1.0], [0.5]]),
+        "tau": np.array([-0.3, -0.5, 0.0]),
+        "eta": np.array([[-1.0], [0.0], [2.0]]),
+        "intercept": np.array([6.0, -6.0, 14.0]),
+        "log_nu": np.array([-0.5, 0.0, 0.4]),
+    }
+    x = np.random.default_rng(8).normal(size=(256, 1))
+    y = simulate(jax.random.key(8), model, truth, x)
+    result = model.fit(x, y, starts=truth)
+    assert result.status == "ok" and result.responsibilities().shape == (3, 256)
+    assert_covariance_is_of(result, lambda eta, x: x[:, 0] * eta[0] + eta[1])
+    # Every entry is within 5 standard errors, a false alarm once in a million.
+    target = np.stack([np.ravel(truth[name][j]) for j in range(3) for name in truth])
+    assert np.all(np.abs(result.theta - target[:, 0]) < 5 * result.standard_errors())
+    assert np.all(np.linalg.eigvalsh(result.cov("sandwich")) > 0)
+    assert np.all(np.linalg.eigvalsh(result.cov("opg")) > 0)
+
+
+class Network(linen.Module):
+    """Two tanh units and a bias."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(1)(jnp.tanh(linen.Dense(2, use_bias=False)(x)))[:, 0]
+
+
+def test_a_flax_network_is_a_prompt_and_a_frozen_model():
+    network = Network()
+    x = np.random.default_rng(4).normal(size=(512, 1))
+    variables = network.init(jax.random.key(0), np.zeros((1, 1), np.float32))
+    frozen = FrozenGaussian(lambda x: network.apply(variables, x.astype(np.float32)), var=1.0)
+    layers = {
+        "Dense_0": {"kernel": np.array([[1.0, 4.0]])},
+        "Dense_1": {"kernel": np.array([[5.0], [1.5]]), "bias": np.array([6.0])},
+    }
+    expert = GaussianNonlinear(network.apply, {"params": layers})
+    model = ContaminatedMoE(frozen, expert)
+    # Ravelled by name: hidden kernel, bias, output kernel.
+    eta = np.array([1.0, 4.0, 6.0, 5.0, 1.5])
+    truth = {"beta": [1.0], "tau": 0.0, "eta": eta, "log_nu": -3.0}
+    y = simulate(jax.random.key(4), model, truth, x)
+    result = model.fit(x, y, starts=truth | {"eta": 1.1 * eta, "tau": 0.5})
+    assert result.status == "ok" and result.converged
+    assert np.all(np.abs(result.params["eta"] - eta) < 5 * result.standard_errors()[2:-1])
+    with jax.enable_x64(True):
+        weights = expert.unravel(result.params["eta"])
+        np.testing.assert_allclose(
+            expert.mean_of.value(result.params["eta"], jnp.asarray(x)),
+            network.apply(weights, x),
+            rtol=1e-12,
+        )
+        unravel = ravel_pytree(jax.tree.map(jnp.asarray, {"params": layers}))[1]
+    assert_covariance_is_of(result, lambda eta, x: network.apply(unravel(eta), x))
+    # The intercept's score equation.
+    assert abs(np.mean(result.responsibilities()) - np.mean(result.gate())) < 1e-8

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from moe_jax.contaminated import ContaminatedMoE, FrozenGaussian, GaussianLinear
+from moe_jax.contaminated import ContaminatedMoE, FrozenGaussian, GaussianLinear, rates
 from moe_jax.contaminated.designs import Design
 from moe_jax.contaminated.plots import plot_rates
 from moe_jax.contaminated.rates import (
@@ -104,8 +104,10 @@ def test_sizes_of_an_octave_share_four_shapes():
 
 @pytest.fixture(scope="module")
 def study():
-    # Padded to 128 and to 1536 rows: two compiled shapes.
-    return rate_study(KEY, DESIGN, (120, 124, 128, 1400, 1500), 24)
+    # Padded to 128 and to 640 rows: two compiled shapes. One covariate needs few points.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rates, "BOUND_LOG2_POINTS", 7)
+        return rate_study(KEY, DESIGN, (120, 124, 128, 600, 640), 24)
 
 
 def test_separated_experts_are_estimated_at_the_bound(study):
@@ -177,3 +179,15 @@ def test_figure_shows_every_slope(tmp_path, monkeypatch):
     plt.close("all")
     monkeypatch.undo()
     plt.close("all")
+
+
+def test_a_model_studies_itself_under_a_design(study, monkeypatch):
+    monkeypatch.setattr(rates, "BOUND_LOG2_POINTS", 5)
+    # Its variance is held where the design's own model estimates it.
+    model = dataclasses.replace(DESIGN.model, fixed={"log_nu": 0.0})
+    other = model.rate_study(DESIGN, study.sizes, 2, KEY)
+    assert np.all(other.errors[..., 3] == 0.0) and other.design == "small"
+    same = DESIGN.model.rate_study(DESIGN, study.sizes, 2, KEY)
+    np.testing.assert_allclose(same.errors, study.errors[:, :2], rtol=1e-5)
+    with pytest.raises(ValueError, match="design='paper_c' is not one of paper_a"):
+        model.rate_study("paper_c", study.sizes, 2, KEY)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
@@ -41,7 +42,7 @@ class Custom(Expert):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", shape_of(self.params0))
 
-    def unravel(self, phi: Float[Array, " e"]) -> Any:
+    def unravel(self, phi: Float[Array, " e"] | Float[np.ndarray, " e"]) -> Any:
         """The pytree of a flat vector."""
         return unravel_like(self.params0, phi)
 

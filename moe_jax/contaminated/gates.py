@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
@@ -149,7 +150,7 @@ class CustomGate(Gate):
         """The covariates as they are."""
         return x
 
-    def unravel(self, gamma: Float[Array, " g"]) -> Any:
+    def unravel(self, gamma: Float[Array, " g"] | Float[np.ndarray, " g"]) -> Any:
         """The pytree of a flat vector."""
         return unravel_like(self.params0, gamma)
 
@@ -247,8 +248,8 @@ def num_leaves(params: Any) -> int:
     return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
 
 
-def unravel_like(params: Any, flat: Float[Array, " p"]) -> Any:
-    """The pytree shaped as `params` that holds a flat vector, in float64."""
+def unravel_like(params: Any, flat: Float[Array, " p"] | Float[np.ndarray, " p"]) -> Any:
+    """The pytree shaped as `params` that holds a flat vector, NumPy arrays of a NumPy one."""
     leaves, structure = jax.tree.flatten(params)
     out, start = [], 0
     for leaf in leaves:

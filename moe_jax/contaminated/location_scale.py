@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import digamma, gammaln
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from moe_jax.contaminated.expert import Expert, Units
-from moe_jax.contaminated.gates import Columns, affine_from_user, affine_to_user, float64_leaves
+from moe_jax.contaminated.gates import Columns, affine_from_user, affine_to_user
 from moe_jax.contaminated.linalg import gram
 from moe_jax.contaminated.means import LinearMean, Mean, NonlinearMean
 
@@ -237,9 +238,9 @@ class GaussianNonlinear(_Gaussian):
         """The function with its shapes."""
         return self.mean_of
 
-    def unravel(self, eta: Float[Array, " q"]) -> Any:
+    def unravel(self, eta: Float[Array, " q"] | Float[np.ndarray, " q"]) -> Any:
         """The pytree of a flat eta."""
-        return self.mean_of.unravel(float64_leaves(eta))
+        return self.mean_of.unravel(eta)
 
 
 @dataclasses.dataclass(frozen=True)

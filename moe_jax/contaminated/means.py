@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float
 
@@ -149,7 +150,7 @@ class NonlinearMean(Mean):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", shape_of(self.params0))
 
-    def unravel(self, eta: Float[Array, " q"]) -> Any:
+    def unravel(self, eta: Float[Array, " q"] | Float[np.ndarray, " q"]) -> Any:
         """The pytree of a flat eta."""
         return unravel_like(self.params0, eta)
 

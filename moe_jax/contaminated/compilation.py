@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Rows up to which a program is not worth optimising, all starts together.
+# Rows up to which a program is not worth optimising, all starts together: of a fit, which may be
+# repeated, and of many at once, which seldom are.
 QUICK_ROWS = 8_192
+QUICK_ROWS_OF_MANY = 65_536
 # Rows up to which data are padded to a size that others share.
 _PADDED_ROWS = 16_384
 _OLDER_FUSION = {"xla_cpu_use_fusion_emitters": False}

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from moe_jax.contaminated import likelihood
-from moe_jax.contaminated.compilation import QUICK_ROWS, jit
+from moe_jax.contaminated.compilation import QUICK_ROWS, QUICK_ROWS_OF_MANY, jit
 from moe_jax.contaminated.em import run_em, run_squarem
 from moe_jax.contaminated.expert import Units
 from moe_jax.contaminated.gates import Columns
@@ -65,7 +65,7 @@ def estimate_many(
 ) -> Estimate:
     """`estimate` mapped over the leading axes that `axes` names."""
     starts = np.shape(settings.given)[-2] + plan.n_tail + plan.n_random
-    is_quick = len(keys) * np.shape(problem.y)[-1] * starts <= QUICK_ROWS
+    is_quick = len(keys) * np.shape(problem.y)[-1] * starts <= QUICK_ROWS_OF_MANY
     function = _estimate_many_quickly if is_quick else _estimate_many_well
     return function(plan, axes, problem, settings, keys)
 

@@ -9,16 +9,20 @@ from jaxtyping import Float
 
 from moe_jax.contaminated.expert import Expert
 
+# Of values whose squares are still summed without overflow.
+_LARGEST = 1e100
+
 
 def check_covariates(x: ArrayLike) -> Float[np.ndarray, "n d"]:
     """X as float64.
 
     Raises:
-        ValueError: if it is not a finite matrix.
+        ValueError: if it is not a matrix of finite numbers.
     """
-    array = np.asarray(x).astype(np.float64)
+    array = real_numbers(x, "x")
     if array.ndim != 2:
-        raise ValueError(f"x has shape {array.shape}, expected [rows, covariates]")
+        remedy = ": x[:, None] is one covariate" if array.ndim == 1 else ""
+        raise ValueError(f"x has shape {array.shape}, expected [rows, covariates]{remedy}")
     _check_finite(array, "x")
     return array
 
@@ -30,7 +34,7 @@ def check_data(x: ArrayLike, y: ArrayLike, expert: Expert) -> tuple[np.ndarray, 
         ValueError: if there are no rows, their numbers differ, a value is not finite or a label is
             out of range.
     """
-    x, y = check_covariates(x), np.asarray(y).astype(np.float64)
+    x, y = check_covariates(x), real_numbers(y, "y")
     if y.ndim != 1:
         raise ValueError(f"y has shape {y.shape}, expected [rows]")
     if len(x) != len(y):
@@ -40,6 +44,27 @@ def check_data(x: ArrayLike, y: ArrayLike, expert: Expert) -> tuple[np.ndarray, 
     _check_finite(y, "y")
     check_labels(y, expert)
     return x, y
+
+
+def real_numbers(values: ArrayLike, name: str) -> np.ndarray:
+    """Values as float64; integers, booleans and Python's own numbers are accepted.
+
+    Raises:
+        ValueError: if they are anything else.
+    """
+    if np.ma.is_masked(values):
+        raise ValueError(f"{name} is a masked array: give the mask of its rows as mask=")
+    try:
+        array = np.asarray(values)
+        # Objects may be numbers, as in a column of a data frame that once held others.
+        array = array.astype(np.float64) if array.dtype == object else array
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} holds other things than numbers, or rows of unequal length"
+        ) from None
+    if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        raise ValueError(f"{name} has dtype {array.dtype}, expected real numbers")
+    return array.astype(np.float64)
 
 
 def check_labels(y: np.ndarray, expert: Expert) -> None:
@@ -62,7 +87,7 @@ def check_weight(
         ValueError: if a shape is wrong, a weight negative or not finite, or none is positive.
     """
     weight = (
-        np.ones(shape) if sample_weight is None else np.asarray(sample_weight).astype(np.float64)
+        np.ones(shape) if sample_weight is None else real_numbers(sample_weight, "sample_weight")
     )
     keep = np.ones(shape, bool) if mask is None else np.asarray(mask)
     for name, array in (("sample_weight", weight), ("mask", keep)):
@@ -120,10 +145,11 @@ def fill_absent(weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
 
 
 def _check_finite(array: np.ndarray, name: str) -> None:
-    bad = ~np.isfinite(array)
-    if np.any(bad):
-        bad_rows = bad if array.ndim == 1 else np.any(bad, axis=1)
-        raise ValueError(f"{name} is not finite at rows {_rows(bad_rows)}")
+    finite = np.isfinite(array)
+    for bad, what in ((~finite, "not finite"), (np.abs(array) > _LARGEST, "beyond 1e100 in size")):
+        if np.any(bad):
+            bad_rows = bad if array.ndim == 1 else np.any(bad, axis=1)
+            raise ValueError(f"{name} is {what} at rows {_rows(bad_rows)}")
 
 
 def _rows(bad: np.ndarray, most: int = 5) -> str:

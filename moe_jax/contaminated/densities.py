@@ -92,7 +92,11 @@ def definition1_check(model: ContaminatedMoE, phi: Float[Array, " e"], x: np.nda
         by_mean, twice = np.asarray(slopes.by_mean), np.asarray(slopes.by_mean_mean)
         f2 = np.exp(nodes.log_expert[k])
         f1 = np.exp(np.asarray(expert.noise(jnp.asarray(nodes.y[k] - mean1[k]), psi1)))
-        span = np.stack([f1, f2, f2 * by_mean, f2 * (twice + np.square(by_mean))]) * root
+        with np.errstate(over="ignore", invalid="ignore"):
+            span = np.stack([f1, f2, f2 * by_mean, f2 * (twice + np.square(by_mean))]) * root
+        if not np.all(np.isfinite(span)) or not np.all(np.any(span != 0, axis=1)):
+            # Densities too narrow or too far apart for the nodes.
+            return math.nan
         span = span / np.linalg.norm(span, axis=1, keepdims=True)
         target = np.exp(nodes.log_frozen[k]) * root
         target = target / np.linalg.norm(target)

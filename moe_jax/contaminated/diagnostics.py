@@ -22,6 +22,7 @@ from moe_jax.contaminated.densities import (
 )
 from moe_jax.contaminated.exponents import exponents
 from moe_jax.contaminated.fit import split_names
+from moe_jax.contaminated.inference import covariance
 from moe_jax.contaminated.layout import unflatten
 from moe_jax.contaminated.result import FitResult
 
@@ -240,20 +241,21 @@ def canonical_correlation(
 
 def _log_odds(result: FitResult) -> tuple[np.ndarray, np.ndarray]:
     """Mean log-odds of every prompt and the standard error at the mean design, both [J]."""
-    family, d = result.model.family, result.x.shape[1]
+    family, d, found = result.model.family, result.x.shape[1], result.estimate
     weight = result.weight / np.sum(result.weight)
     design = family.gate.design(jnp.asarray(result.x), None)
     blocks = result.theta.reshape(family.n_prompts, -1)
     size = int(np.sum(split_names(family, d)[0])) // family.n_prompts
-    cov = result.cov()
+    # In standardised units: in the user's, x far from 0 would cancel to a negative variance.
+    cov = covariance(found.information, found.outer_product, found.movable)
     mean, deviation = [], []
     for j, block in enumerate(blocks):
         gamma = jnp.asarray(block[:size])
-        slope = weight @ np.asarray(family.gate.jacobian(gamma, design))
-        start = j * blocks.shape[1]
-        own = cov[start : start + size, start : start + size]
+        slope = np.zeros_like(blocks)
+        slope[j, :size] = weight @ np.asarray(family.gate.jacobian(gamma, design))
+        slope = found.to_user.T @ slope.reshape(-1)
         mean.append(weight @ np.asarray(family.gate.logit(gamma, design)))
-        deviation.append(np.sqrt(slope @ own @ slope))
+        deviation.append(np.sqrt(slope @ cov @ slope))
     return np.array(mean), np.array(deviation)
 
 

@@ -47,6 +47,11 @@ class Multinomial(Expert):
         """K."""
         return self.n_classes
 
+    @property
+    def discrete(self) -> bool | None:
+        """True."""
+        return True
+
     def layout(self, d: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Slopes coef [K-1, d] and intercept [K-1]."""
         return (("coef", (self.n_classes - 1, d)), ("intercept", (self.n_classes - 1,)))

@@ -48,6 +48,11 @@ class Expert:
         """Number of labels, None for a real response."""
         return None
 
+    @property
+    def discrete(self) -> bool | None:
+        """Whether its density is of labels, not of real numbers; None if it may be either."""
+        return None
+
     def layout(self, d: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Names and shapes of the parameters."""
         raise NotImplementedError

@@ -19,6 +19,7 @@ from moe_jax.contaminated.data import (
     check_weight,
     fill_absent,
     frozen_log_prob,
+    real_numbers,
 )
 from moe_jax.contaminated.estimate import METHODS, estimate, estimate_many
 from moe_jax.contaminated.frozen import mean_variance
@@ -78,9 +79,10 @@ def fit(
         ValueError: if the data or an option are not what is said above, or the frozen log-density
             is NaN or +inf at a row that counts.
     """
+    x, y = real_numbers(x, "x"), real_numbers(y, "y")
     weight = check_weight(sample_weight, mask, np.shape(y))
     if np.ndim(x) == 2 and np.shape(y) == np.shape(x)[:1]:
-        x, y = fill_absent(weight, np.asarray(x), np.asarray(y))
+        x, y = fill_absent(weight, x, y)
     x, y = check_data(x, y, model.expert)
     log_frozen = frozen_log_prob(model.frozen, x, y)
     check_log_frozen(log_frozen, weight)
@@ -182,8 +184,7 @@ def fit_many(
 
     The other arguments are those of `fit`; starting parameters are shared by all data sets.
     """
-    ys = np.asarray(ys).astype(np.float64)
-    xs = np.asarray(xs).astype(np.float64)
+    xs, ys = real_numbers(xs, "xs"), real_numbers(ys, "ys")
     if ys.ndim != 2 or xs.ndim not in (2, 3) or xs.shape[-2] != ys.shape[1] or not ys.size:
         raise ValueError(
             f"xs has shape {xs.shape} and ys {ys.shape}, expected [R, n, d] or [n, d] and [R, n]"
@@ -234,6 +235,10 @@ def make_plan(
         raise ValueError(f"max_iter={max_iter} and em_steps={em_steps}, expected at least 1 and 0")
     if n_starts is not None and n_starts < 1:
         raise ValueError(f"n_starts={n_starts}, expected at least 1")
+    if starts == "tail" and (n_starts or 1) > len(TAILS):
+        raise ValueError(
+            f"n_starts={n_starts} of starts='tail', at most {len(TAILS)}: see 'tail+random'"
+        )
     n_tail, n_random = 0, 0
     if starts == "tail":
         n_tail = min(n_starts or len(TAILS), len(TAILS))
@@ -270,6 +275,8 @@ def split_names(family: Family, d: int) -> tuple[np.ndarray, np.ndarray]:
 
 def make_settings(model: ContaminatedMoE, d: int, starts: Starts, tol: float) -> Settings:
     """The numbers of the options; call it where float64 is enabled."""
+    if not tol > 0:
+        raise ValueError(f"tol={tol}, expected a positive number")
     family = model.family
     one = np.concatenate([np.asarray(family.gate.initial(d)), np.asarray(family.expert.initial(d))])
     given: list[Any] = []

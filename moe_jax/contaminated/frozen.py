@@ -13,7 +13,7 @@ NumPy arrays, within a context in which JAX keeps them so.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class _LocationScale:
 
     mean_fn: MeanFn
     var: float | ArrayLike | MeanFn
+    discrete: ClassVar[bool] = False
 
     def mean(self, x: np.ndarray) -> Float[np.ndarray, " n"]:
         """Conditional mean."""
@@ -117,6 +118,7 @@ class FrozenStudentT:
     mean_fn: MeanFn
     scale: float | ArrayLike | MeanFn
     df: float
+    discrete: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 < self.df < math.inf:
@@ -152,14 +154,23 @@ class FrozenClassifier:
     """
 
     logits_fn: Callable[[np.ndarray], ArrayLike]
+    discrete: ClassVar[bool] = True
 
     def _log_probabilities(self, x: np.ndarray) -> Float[Array, "n K"]:
         return jax.nn.log_softmax(jnp.asarray(self.logits_fn(x), jnp.float64), axis=1)
 
     def log_prob(self, x: np.ndarray, y: np.ndarray) -> Array:
-        """Log P(y_i | x_i)."""
-        labels = jnp.asarray(y).astype(jnp.int32)[:, None]
-        return jnp.take_along_axis(self._log_probabilities(x), labels, axis=1)[:, 0]
+        """Log P(y_i | x_i).
+
+        Raises:
+            ValueError: if a label is not one of 0..K-1.
+        """
+        logp, y = self._log_probabilities(x), np.asarray(y)
+        is_label = (y >= 0) & (y < logp.shape[1]) & (y == np.round(y))
+        if not np.all(is_label):
+            row, last = int(np.argmin(is_label)), logp.shape[1] - 1
+            raise ValueError(f"y={y[row]:g} at row {row}: the frozen model has labels 0..{last}")
+        return jnp.take_along_axis(logp, jnp.asarray(y).astype(jnp.int32)[:, None], axis=1)[:, 0]
 
     def sample(self, key: PRNGKeyArray, x: np.ndarray) -> Array:
         """A label a row."""

@@ -84,22 +84,26 @@ def flatten(
     return jnp.concatenate(blocks, axis=-1).reshape(*batch, -1)
 
 
-def fixed_vector(family: Family, fixed: Mapping[str, Any] | None, d: int) -> np.ndarray:
+def fixed_vector(
+    family: Family, fixed: Mapping[str, Any] | None, d: int, what: str = "fixed"
+) -> np.ndarray:
     """Values of the fixed entries of the flat vector and NaN for the free ones.
 
     Raises:
-        ValueError: if a name is unknown or a shape is wrong.
+        ValueError: naming `what`, if a name is unknown, a shape wrong or a value infinite.
     """
     lead = (family.n_prompts,) if family.n_prompts > 1 else ()
     layout = {name: (*lead, *shape) for name, shape in family.layout(d)}
     unknown = sorted(set(fixed or {}) - set(layout))
     if unknown:
-        raise ValueError(f"fixed names {unknown}, expected some of {sorted(layout)}")
+        raise ValueError(f"{what} names {unknown}, expected some of {sorted(layout)}")
     params = {}
     for name, shape in layout.items():
         value = np.asarray((fixed or {}).get(name, np.nan), dtype=np.float64)
         if value.shape not in ((), shape):
-            raise ValueError(f"fixed[{name!r}] has shape {value.shape}, expected {shape}")
+            raise ValueError(f"{what}[{name!r}] has shape {value.shape}, expected {shape}")
+        if np.any(np.isinf(value)):
+            raise ValueError(f"{what}[{name!r}]={value}, expected finite numbers; NaN is free")
         params[name] = np.broadcast_to(value, shape)
     return flatten_numpy(family, params, d)
 

@@ -66,6 +66,11 @@ class LocationScale(Expert):
         """The log-variance."""
         return ("log_nu",)
 
+    @property
+    def discrete(self) -> bool | None:
+        """False."""
+        return False
+
     def layout(self, d: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The mean's parameters, then the dispersion's scalars."""
         return self.mean_model.layout(d) + tuple((name, ()) for name in self.dispersion_names)

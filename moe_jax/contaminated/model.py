@@ -65,6 +65,13 @@ class ContaminatedMoE:
 
     def __post_init__(self) -> None:
         require(self.frozen, "log_prob", "for its density")
+        is_discrete = getattr(self.frozen, "discrete", None)
+        if None not in (is_discrete, self.expert.discrete) and is_discrete != self.expert.discrete:
+            first, second = ("labels", "reals") if is_discrete else ("reals", "labels")
+            raise ValueError(
+                f"frozen={type(self.frozen).__name__} is a density of {first} and "
+                f"expert={type(self.expert).__name__} of {second}: they do not mix"
+            )
         if self.n_prompts < 1:
             raise ValueError(f"n_prompts={self.n_prompts}, expected at least 1")
         if self.nu_bounds is not None:

@@ -83,7 +83,11 @@ def profile(
     normal_quantile(level)
     if values is not None:
         grid = np.unique(np.asarray(values, np.float64))
+        if not (grid.size and np.all(np.isfinite(grid))):
+            raise ValueError(f"values={grid.tolist()}, expected one or more finite numbers")
         return _profile(result, name, index, fixed, grid, level, max_iter)
+    if num < 3 or not width > 0:
+        raise ValueError(f"num={num} and width={width}, expected at least 3 and a positive number")
     step = width * _spread(result, index)
     for _ in range(_WIDENINGS + 1):
         grid = result.theta[index] + step * np.linspace(-1.0, 1.0, num)

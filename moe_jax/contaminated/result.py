@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, PRNGKeyArray
 
 from moe_jax.contaminated import inference
+from moe_jax.contaminated.data import check_covariates
 from moe_jax.contaminated.inference import Derived, Kind, Wald
 from moe_jax.contaminated.layout import fixed_vector, parameter_names, unflatten
 from moe_jax.contaminated.model import ContaminatedMoE
@@ -109,7 +110,7 @@ class FitResult:
         tau -> -inf, no contamination, is on the boundary, where no Wald test is valid: see
         `test_no_contamination`.
         """
-        values = fixed_vector(self.model.family, hypothesis, self.x.shape[1])
+        values = fixed_vector(self.model.family, hypothesis, self.x.shape[1], "hypothesis")
         return inference.wald_test(self.theta, values, self.cov(kind))
 
     def delta(
@@ -146,26 +147,35 @@ class FitResult:
     def responsibilities(
         self, x: ArrayLike | None = None, y: ArrayLike | None = None
     ) -> np.ndarray:
-        """P(prompt | x_i, y_i) [n] or [J, n], of the fitted data by default."""
+        """P(prompt | x_i, y_i) [n] or [J, n], of the fitted data if neither is given."""
+        if (x is None) != (y is None):
+            raise ValueError(f"{'y' if y is None else 'x'}=None: give both x and y, or neither")
         if x is None or y is None:
             x, y = self.x, self.y
-        return self.model.responsibilities(self.params, x, y)
+        return self.model.responsibilities(self.params, self._like_fitted(x), y)
 
     def gate(self, x: ArrayLike | None = None) -> np.ndarray:
         """P(prompt | x_i) [n] or [J, n]."""
-        return self.model.gate_prob(self.params, self.x if x is None else x)
+        return self.model.gate_prob(self.params, self.x if x is None else self._like_fitted(x))
 
     def mean(self, x: ArrayLike | None = None) -> np.ndarray:
         """E[y | x_i]."""
-        return self.model.mean(self.params, self.x if x is None else x)
+        return self.model.mean(self.params, self.x if x is None else self._like_fitted(x))
 
     def log_prob(self, x: ArrayLike, y: ArrayLike) -> Float[np.ndarray, " n"]:
         """Log p(y_i | x_i)."""
-        return self.model.log_prob(self.params, x, y)
+        return self.model.log_prob(self.params, self._like_fitted(x), y)
 
     def sample(self, key: PRNGKeyArray, x: ArrayLike) -> np.ndarray:
         """A draw of y for every row of x."""
-        return self.model.sample(key, self.params, x)
+        return self.model.sample(key, self.params, self._like_fitted(x))
+
+    def _like_fitted(self, x: ArrayLike) -> np.ndarray:
+        """Covariates, as many as the fit's."""
+        x = check_covariates(x)
+        if x.shape[1] != self.x.shape[1]:
+            raise ValueError(f"x has {x.shape[1]} covariates, expected the fit's {self.x.shape[1]}")
+        return x
 
     def summary(self, level: float = 0.95, kind: Kind = "observed") -> str:
         """A table of estimates, standard errors and intervals, with e^tau and nu where they are."""
@@ -179,13 +189,15 @@ class FitResult:
         ]
         errors, bounds = self.standard_errors(kind), self.confint(level, kind)
         own = zip(self.names, self.theta, errors, bounds, strict=True)
-        lines = [_line(n, v, e, v / e if e > 0 else np.nan, b) for n, v, e, b in own]
-        for i, (name, value) in enumerate(zip(self.names, np.exp(self.theta), strict=True)):
-            base, bracket, index = name.partition("[")
-            if base in _EXPONENTIALS:
-                # Delta method; the interval is the logarithm's, mapped, so that it stays positive.
-                label = _EXPONENTIALS[base] + bracket + index
-                lines.append(_line(label, value, value * errors[i], None, np.exp(bounds[i])))
+        # The exponential of a gate that runs away is infinite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            lines = [_line(n, v, e, v / e if e > 0 else np.nan, b) for n, v, e, b in own]
+            for i, (name, value) in enumerate(zip(self.names, np.exp(self.theta), strict=True)):
+                base, bracket, index = name.partition("[")
+                if base in _EXPONENTIALS:
+                    # Delta method; the interval is the logarithm's, mapped: it stays positive.
+                    label = _EXPONENTIALS[base] + bracket + index
+                    lines.append(_line(label, value, value * errors[i], None, np.exp(bounds[i])))
         return "\n".join([*head, *lines])
 
 

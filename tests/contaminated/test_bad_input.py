@@ -185,3 +185,106 @@ def test_data_sets_of_different_numbers_are_refused():
         lambda: MODEL.fit_many(np.zeros((3, 8, 1)), np.zeros((2, 8)))
     )
     assert "expected [R, n, d]" in refusal(lambda: MODEL.fit_many(X, Y))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (X.astype(str), Y, "x has dtype <U32, expected real numbers"),
+        (X, np.where(Y > 0, "a", "b"), "y has dtype <U1, expected real numbers"),
+        (X, Y + 0j, "y has dtype complex128, expected real numbers"),
+        (X, np.arange(64).astype("datetime64[D]"), "y has dtype datetime64[D]"),
+        (X, np.array([{}] * 64), "y holds other things than numbers"),
+        (np.ma.array(X, mask=X > 1), Y, "x is a masked array: give the mask of its rows as mask="),
+        (X, np.where(np.arange(64) == 4, 1e150, Y), "y is beyond 1e100 in size at rows 4"),
+        (np.where(np.arange(64) == 4, -1e150, X.T).T, Y, "x is beyond 1e100 in size at rows 4"),
+    ],
+    ids=["strings", "string labels", "complex", "dates", "objects", "masked", "huge y", "huge x"],
+)
+def test_what_is_no_number_of_use_is_named(x, y, message):
+    assert message in refusal(lambda: MODEL.fit(x, y))
+
+
+def test_columns_of_objects_that_are_numbers_are_accepted():
+    found = MODEL.fit(X.astype(object), Y.astype(object))
+    np.testing.assert_array_equal(found.theta, fitted().theta)
+
+
+def test_a_label_that_the_frozen_classifier_lacks_is_named():
+    model = ContaminatedMoE(FrozenClassifier(lambda x: np.zeros((len(x), 2))), Multinomial(3))
+    message = refusal(lambda: model.fit(X, np.where(np.arange(64) == 9, 2, 0)))
+    assert message == "y=2 at row 9: the frozen model has labels 0..1"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ContaminatedMoE(MODEL.frozen, Multinomial(3)),
+        lambda: ContaminatedMoE(CLASSES.frozen),
+    ],
+    ids=["reals with labels", "labels with reals"],
+)
+def test_densities_of_labels_and_of_reals_do_not_mix(make):
+    assert "they do not mix" in refusal(make)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: fitted().responsibilities(X), "y=None: give both x and y, or neither"),
+        (lambda: fitted().gate(np.ones((4, 3))), "x has 3 covariates, expected the fit's 1"),
+        (lambda: fitted().log_prob(X, Y[:4]), "x has 64 rows and y has 4"),
+        (lambda: fitted().wald({"nu": 1.0}), "hypothesis names ['nu'], expected some of"),
+        (
+            lambda: fitted().profile("tau", values=np.array([np.nan])),
+            "values=[nan], expected one or more",
+        ),
+        (
+            lambda: fitted().profile("tau", values=np.zeros(0)),
+            "values=[], expected one or more finite",
+        ),
+        (lambda: fitted().profile("tau", num=1), "num=1 and width=4.0, expected at least 3"),
+        (lambda: MODEL.fit(X, Y, tol=float("nan")), "tol=nan, expected a positive number"),
+        (lambda: MODEL.fit(X, Y, n_starts=5), "n_starts=5 of starts='tail', at most 4"),
+    ],
+    ids=["half", "columns", "rows", "wald", "nan", "empty", "one", "tol", "starts"],
+)
+def test_uses_of_a_fit_that_make_no_sense_are_named(use, message):
+    assert message in refusal(use)
+
+
+def test_an_infinite_fixed_parameter_is_refused():
+    model = dataclasses.replace(MODEL, fixed={"tau": np.inf})
+    assert "fixed['tau']=inf, expected finite numbers" in refusal(lambda: model.fit(X, Y))
+
+
+# One row, two, fewer than parameters; all of y alike, all of x; and y that the frozen model fits.
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (X[:1], Y[:1]),
+        (X[:2], Y[:2]),
+        (X[:4], Y[:4]),
+        (X, np.ones(64)),
+        (np.ones_like(X), Y),
+        (X, X[:, 0].copy()),
+        (X, np.where(np.arange(64) == 5, 1e6, Y)),
+        (X + 1e9, Y + 1e9),
+        (X * 1e-160, Y),
+    ],
+    ids=["1 row", "2 rows", "4 rows", "y", "x", "frozen is exact", "outlier", "offset", "tiny x"],
+)
+def test_data_on_the_edge_end_with_a_status_and_a_summary(x, y):
+    result = MODEL.fit(x, y)
+    assert np.all(np.isfinite(result.theta)) and np.isfinite(result.loglik)
+    assert result.summary().startswith(f"status {result.status}")
+    assert result.status == "ok" or result.message
+    assert result.diagnose(rates=False).warnings is not None
+
+
+def test_x_without_columns_leaves_a_constant_gate():
+    model = ContaminatedMoE(FrozenGaussian(lambda x: np.zeros(len(x)), 1.0))
+    y = np.concatenate([np.random.default_rng(0).normal(size=60), [7.0, 8.0, 7.5, 8.2]])
+    result = model.fit(X[:, :0], y)
+    assert result.names == ("tau", "intercept", "log_nu")
+    assert np.isfinite(result.loglik) and result.params["intercept"] > 6

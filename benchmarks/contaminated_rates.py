@@ -12,6 +12,7 @@ A quarter of an hour at most each on 2 cores; --quick does each in seconds and a
 
 import functools
 import json
+import math
 import os
 import platform
 import time
@@ -73,10 +74,14 @@ EFFICIENCY = (0.8, 1.35)
 
 
 class Check(dict):
-    """One figure: its value, the range that is accepted, and whether it is inside."""
+    """One figure: its value, the range that is accepted, and whether it is inside.
+
+    An end that is open is None, since JSON knows no infinity.
+    """
 
     def __init__(self, value: float, low: float, high: float) -> None:
-        super().__init__(value=float(value), accept=[low, high], passed=bool(low <= value <= high))
+        accept = [end if math.isfinite(end) else None for end in (low, high)]
+        super().__init__(value=float(value), accept=accept, passed=bool(low <= value <= high))
 
 
 def slopes(name: str, quick: bool, figures: Path) -> dict[str, Any]:
@@ -242,9 +247,8 @@ def main(argv: Sequence[str]) -> None:
         results[name] = result
         print(f"\n{name}: {result['seconds']} s")
         for label, check in result["checks"].items():
-            low, high = check["accept"]
             verdict = "accepted" if check["passed"] else "NOT ACCEPTED"
-            print(f"  {label:40} {check['value']:8.3f}  in [{low:.3f}, {high:.3f}]  {verdict}")
+            print(f"  {label:40} {check['value']:8.3f}  in {check['accept']}  {verdict}")
         partial = output.with_name(f"{output.name}.partial")
         partial.write_text(json.dumps(results, indent=1) + "\n")
         partial.replace(output)

@@ -4,6 +4,13 @@ import numpy as np
 import pytest
 from scipy import integrate, special, stats
 
+from benchmarks.contaminated_exact import (
+    EXPONENT_TOLERANCE,
+    EXPONENTS,
+    LINEAR,
+    NO_INTERCEPT,
+    measure_exponents,
+)
 from moe_jax.contaminated import (
     ContaminatedMoE,
     FrozenClassifier,
@@ -12,10 +19,9 @@ from moe_jax.contaminated import (
     FrozenLogProb,
     FrozenStudentT,
     GaussianLinear,
-    GaussianNonlinear,
     Multinomial,
 )
-from moe_jax.contaminated.designs import DESIGNS, tanh_mean
+from moe_jax.contaminated.designs import DESIGNS
 from moe_jax.contaminated.exponents import (
     cramer_rao,
     exponents,
@@ -34,21 +40,8 @@ def linear_mean(x):
     return x[:, 0]
 
 
-def tanh_first(x):
-    return np.tanh(x[:, 0])
-
-
 def with_one(x):
     return np.concatenate([x, np.ones((len(x), 1))], axis=1)
-
-
-LINEAR = ContaminatedMoE(FrozenGaussian(linear_mean, 1.0), expert=GaussianLinear())
-NO_INTERCEPT = ContaminatedMoE(
-    FrozenGaussian(linear_mean, 1.0), expert=GaussianLinear(intercept=False)
-)
-TANH = ContaminatedMoE(
-    FrozenGaussian(tanh_first, 1.0), expert=GaussianNonlinear(tanh_mean, np.zeros(2))
-)
 
 
 def linear_params(beta=(0.3, -0.2), tau=0.4, eta=(1.0, 0.0), intercept=0.0, log_nu=0.0):
@@ -203,64 +196,10 @@ def test_standard_deviation_of_a_vector_is_the_root_of_its_trace():
     assert found["tau"] == pytest.approx(np.sqrt(variances[2]))
 
 
-STILL, MOVING = (0.0, 0.0), (1.0, 0.5)
-TANH_BOTH = {"eta": np.array([0.6, 0.4]), "log_nu": 0.7}
-# Of the specification's table: model, gate slope, direction, integer exponents.
-TABLE = {
-    "tanh, eta": (
-        TANH,
-        STILL,
-        {"eta": np.array([0.8, 0.6])},
-        {"beta": 1, "tau": 2, "eta": 1, "log_nu": 0},
-    ),
-    "tanh, nu": (TANH, STILL, {"log_nu": 1.0}, {"beta": 1, "tau": 2, "eta": 0, "log_nu": 1}),
-    "tanh, both": (TANH, STILL, TANH_BOTH, {"beta": 1, "tau": 2, "eta": 1, "log_nu": 1}),
-    "tanh, both, moving gate": (
-        TANH,
-        MOVING,
-        TANH_BOTH,
-        {"beta": 1, "tau": 1, "eta": 0, "log_nu": 0},
-    ),
-    "no intercept, both": (
-        NO_INTERCEPT,
-        STILL,
-        TANH_BOTH,
-        {"beta": 1, "tau": 2, "eta": 1, "log_nu": 1},
-    ),
-    "no intercept, both, moving gate": (
-        NO_INTERCEPT,
-        MOVING,
-        TANH_BOTH,
-        {"beta": 1, "tau": 1, "eta": 0, "log_nu": 0},
-    ),
-    "intercept, generic": (
-        LINEAR,
-        STILL,
-        {"eta": np.array([0.6, 0.4]), "intercept": 0.7},
-        {"beta": 1, "tau": 2, "eta": 1, "intercept": 1, "log_nu": 0},
-    ),
-    "intercept, generic, moving gate": (
-        LINEAR,
-        MOVING,
-        {"eta": np.array([0.6, 0.4]), "intercept": 0.7},
-        {"beta": 1, "tau": 1, "eta": 0, "intercept": 0, "log_nu": 0},
-    ),
-    "intercept only": (
-        LINEAR,
-        STILL,
-        {"intercept": 1.0},
-        {"beta": 2, "tau": 3, "eta": 1, "intercept": 2, "log_nu": 1},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", EXPONENTS)
 def test_exponents_are_those_of_the_table(name):
-    model, beta, direction, expected = TABLE[name]
-    params = linear_params(beta=beta, tau=0.0)
-    if model is not LINEAR:
-        del params["intercept"]
-    found = exponents(model, params, POINTS, direction, weights=WEIGHTS)
+    # The accept column of T4.
+    expected, found = EXPONENTS[name][-1], measure_exponents(name)
     assert found.keys() == expected.keys()
     for row, exponent in expected.items():
-        assert found[row] == pytest.approx(exponent, abs=0.12), (row, found)
+        assert found[row] == pytest.approx(exponent, abs=EXPONENT_TOLERANCE), (row, found)

@@ -177,7 +177,7 @@ def test_two_prompts_are_found(two):
 
 
 def test_bootstrap_keeps_the_prompts_apart(two):
-    # A report: the bootstrap of a mixture is refused because labels switch (ferx-core#1145).
+    # Report 16: the bootstrap of a mixture is refused because labels switch (ferx-core#1145).
     found = two.bootstrap(jax.random.key(0), n_boot=12)
     column = [two.names.index(f"intercept[{j}]") for j in (0, 1)]
     high, low = np.sort(two.theta[column])[::-1]
@@ -188,7 +188,7 @@ def test_bootstrap_keeps_the_prompts_apart(two):
 
 
 def test_more_prompts_than_clusters_end_with_a_status(two):
-    # A report: many components, tiny clusters and float32 give NaN (pycave#56).
+    # Report 9: many components, tiny clusters and float32 give NaN (pycave#56).
     x = np.random.default_rng(9).normal(size=(120, 1)).astype(np.float32)
     y = (x[:, 0] + 0.01 * np.arange(120) % 3).astype(np.float32)
     result = TWO.fit(x, y)

@@ -143,6 +143,7 @@ def test_profiles_that_do_not_exist_are_named(name, changes, message):
 
 
 def test_bootstrap_agrees_with_the_information_and_with_itself():
+    # Report 15: a bootstrap of three starts or more divides by zero (stepmix#24).
     result = fitted()
     first = result.bootstrap(jax.random.key(0), n_boot=100)
     again = result.bootstrap(jax.random.key(0), n_boot=100)

@@ -1,6 +1,7 @@
 """What users of other mixture software report, as tests of ours; one prompt, starts and data.
 
-The number in a comment is that of the report in the table of the family's specification.
+The number in a comment is that of the report in the table of the family's specification. 9 and 16,
+of two prompts, are in test_fit.py, the bootstrap of 15 in test_inference.py.
 """
 
 import dataclasses
@@ -137,7 +138,7 @@ def test_a_separating_gate_is_reported_and_a_prior_makes_it_finite():
     assert abs(held.params["beta"][0]) < 15
 
 
-# 12: Luminescence#69, the root of a negative variance.
+# 12: Luminescence#69 and #470, the root of a negative variance.
 def test_three_observations_give_no_standard_error_and_say_why():
     result = fit_padded(centred(), [0.0, 1.0, 2.0], [0.1, -0.2, 6.0])
     assert result.status != "ok" and result.message and is_sound(result)
@@ -216,7 +217,7 @@ def test_units_of_y_do_not_matter(scale):
         )
 
 
-# 20: lcmm#20, likelihood-ratio tests at a boundary that are wrong.
+# 20: lcmm#20, Luminescence#703, statsmodels#2055, ratio tests at a boundary that are wrong.
 def test_the_test_of_no_contamination_has_its_size():
     # p <= 1/20 where the data beat 19 draws: Binomial(40, 0.05) exceeds 9 with probability 2e-5.
     model, rejected = centred(), 0
@@ -231,7 +232,7 @@ def test_the_test_of_no_contamination_has_its_size():
     assert model.test_no_contamination(x, contaminated, key=jax.random.key(0), n_boot=19)[1] == 0.05
 
 
-# 21: pymc#1376, estimates far from the truth of well separated components.
+# 21: pymc#1376, #3069, estimates far from the truth of well separated components.
 def test_separated_components_give_the_estimates_of_labelled_data():
     rng = np.random.default_rng(5)
     x, z = rng.normal(size=(ROWS, 1)), rng.normal(size=ROWS)

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core import SparseMoE
+from theory.checks import as_numbers, check_finite, check_indices, check_points
 from theory.network import Network, lift
 
 
@@ -16,6 +17,9 @@ def purity(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " _"])
     """Share of the points whose label is the commonest of their cell; the largest label's at worst.
 
     Finer cells are never less pure: report the number of cells, or `adjusted_rand`, with it.
+
+    Raises:
+        ValueError: unless both hold a whole number a point, for at least one point.
     """
     table = _contingency(selection, labels)
     return float(table.max(axis=1).sum() / table.sum())
@@ -24,9 +28,14 @@ def purity(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " _"])
 def adjusted_rand(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray, " _"]) -> float:
     """Agreement of two partitions over pairs of points, 1 if equal and 0 on average by chance.
 
+    Raises:
+        ValueError: as `purity`, or for one point, which has no pairs.
+
     Reference: Hubert and Arabie 1985, Comparing partitions.
     """
     table = _contingency(selection, labels)
+    if table.sum() < 2:
+        raise ValueError("selection holds 1 point; pairs need at least 2")
 
     def pairs(counts: np.ndarray) -> float:
         counts = counts.astype(np.float64)
@@ -39,13 +48,31 @@ def adjusted_rand(selection: Int[np.ndarray, " points"], labels: Int[np.ndarray,
 
 
 def tie_mass(gate_logits: Float[np.ndarray, "points experts"], width: float) -> float:
-    """Share of the points whose two largest scores differ by at most `width`."""
-    if gate_logits.shape[1] < 2:
-        raise ValueError(f"gate_logits {gate_logits.shape} must score at least two experts")
-    if np.any(np.isnan(gate_logits)):
-        raise ValueError("gate_logits hold NaN, which is no tie and no choice")
-    top = np.partition(gate_logits, -2, axis=1)[:, -2:]
-    return float(np.mean(top[:, 1] - top[:, 0] <= width))
+    """Share of the points whose two largest scores differ by at most `width`.
+
+    Raises:
+        ValueError: for fewer than two experts, no point, NaN, or a width that is negative or NaN.
+    """
+    return float(np.mean(_is_tied(gate_logits, width)))
+
+
+def misrouted_near_ties(
+    gate_logits: Float[np.ndarray, "points experts"], labels: Int[np.ndarray, " _"], width: float
+) -> float:
+    """Share of the points that are both near a tie, as in `tie_mass`, and misrouted.
+
+    A point is misrouted if its label is not the commonest of its expert's cell; all misrouted
+    points are 1 - `purity`, so the ratio says how many a shift of the borders could mend.
+
+    Raises:
+        ValueError: as `tie_mass` and `purity`.
+    """
+    tied = _is_tied(gate_logits, width)
+    selection = np.argmax(gate_logits, axis=1)
+    table = _contingency(selection, labels)
+    _, row = np.unique(selection, return_inverse=True)
+    _, column = np.unique(labels, return_inverse=True)
+    return float(np.mean(tied & (table.argmax(axis=1)[row] != column)))
 
 
 class Specialisation(NamedTuple):
@@ -71,17 +98,29 @@ def specialisation(
     Args:
         answers: of each expert on all points, see `forced_answers`.
         y: the target.
-        selection: whose cell each point lies in.
+        selection: whose cell each point lies in, 0..experts-1.
 
     Raises:
-        ValueError: if the shapes disagree or there is one expert only.
+        ValueError: if the shapes disagree, something is not finite, a selection is out of range, or
+            there is one expert only.
     """
-    num_experts = len(answers)
-    if num_experts < 2 or answers.shape[1:] != y.shape or selection.shape != y.shape[:1]:
+    answers, y = as_numbers("answers", answers), as_numbers("y", y)
+    selection = np.asarray(selection)
+    if (
+        answers.ndim != 3
+        or len(answers) < 2
+        or answers.shape[1:] != y.shape
+        or selection.shape != y.shape[:1]
+        or not y.size
+    ):
         raise ValueError(
             f"answers {answers.shape}, y {y.shape} and selection {selection.shape} disagree: "
             "expected [experts > 1, points, outputs], [points, outputs], [points]"
         )
+    check_finite("answers", answers)
+    check_finite("y", y)
+    num_experts = len(answers)
+    selection = check_indices("selection", selection, len(y), num_experts)
     square = np.mean((answers - y[None]) ** 2, axis=2)
     loss = np.full((num_experts, num_experts), np.nan)
     for cell in np.unique(selection):
@@ -96,10 +135,11 @@ def forced_answers(
     """Answers of each expert on all points, whatever the gate says, by closing the others.
 
     Raises:
-        ValueError: unless the network is a single layer.
+        ValueError: unless the network is a single layer and the points are of its dimension.
     """
     if len(network.layers) != 1:
         raise ValueError(f"network has {len(network.layers)} layers; expected 1")
+    x = check_points("x", x, network.input_dim)
     (layer,), (variables,) = network.layers, network.params
     answers = []
     with jax.enable_x64(True):
@@ -117,9 +157,32 @@ def _apply_open(layer: SparseMoE, variables: Any, tokens: Array, is_open: Array)
     return answer[0]
 
 
+def _is_tied(gate_logits: np.ndarray, width: float) -> Bool[np.ndarray, " points"]:
+    if np.ndim(gate_logits) != 2 or np.shape(gate_logits)[1] < 2 or not len(gate_logits):
+        raise ValueError(
+            f"gate_logits {np.shape(gate_logits)} must score at least two experts at a point or more"
+        )
+    gate_logits = as_numbers("gate_logits", gate_logits)
+    if np.any(np.isnan(gate_logits)):
+        raise ValueError("gate_logits hold NaN, which is no tie and no choice")
+    if not width >= 0:
+        raise ValueError(f"width={width} must not be negative")
+    top = np.partition(gate_logits, -2, axis=1)[:, -2:]
+    # Two infinite scores are equal, whatever their difference.
+    with np.errstate(invalid="ignore"):
+        return (top[:, 1] == top[:, 0]) | (top[:, 1] - top[:, 0] <= width)
+
+
 def _contingency(selection: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    if selection.shape != labels.shape or not len(labels):
-        raise ValueError(f"selection {selection.shape} and labels {labels.shape} disagree")
+    selection, labels = np.asarray(selection), np.asarray(labels)
+    if selection.shape != labels.shape or selection.ndim != 1 or not len(labels):
+        raise ValueError(
+            f"selection {selection.shape} and labels {labels.shape} disagree: expected a number a "
+            "point in each"
+        )
+    for name, array in (("selection", selection), ("labels", labels)):
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name} must hold whole numbers, not {array.dtype}")
     _, row = np.unique(selection, return_inverse=True)
     _, column = np.unique(labels, return_inverse=True)
     table = np.zeros((row.max() + 1, column.max() + 1), int)

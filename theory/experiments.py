@@ -1,11 +1,13 @@
 """The learned experiments: which networks each trains, on what.
 
-Every network of a comparison has the same active parameters, those of the gate included, unless the
-name says otherwise; `facts` of each run hold active and total counts.
+`facts` of each run hold its active and total parameters, the gate's included, and the table prints
+them. Which networks of a comparison have equal counts, each function says; where widths are whole
+numbers, equal means up to one neuron.
 """
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
@@ -14,9 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from theory.construct import pad_network
 from theory.datadriven import fit_charts
 from theory.model import Stack
 from theory.problems import Problem, grid_problem, manifold_problem, partition_problem
+
+DIMS = {"moment_curve": 1, "sphere": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Run:
         problem: makes the data.
         is_built: start from the data-driven construction, at `start_learning_rate`.
         reconstruction_weight: see `train_seeds`.
+        chart_dim: of the construction.
     """
 
     name: str
@@ -38,6 +44,7 @@ class Run:
     problem: Callable[[], Problem]
     is_built: bool = False
     reconstruction_weight: float = 0.0
+    chart_dim: int = 1
 
 
 def runs_of(name: str, options: Mapping[str, Any], data: Mapping[str, int]) -> list[Run]:
@@ -69,67 +76,90 @@ def runs_of(name: str, options: Mapping[str, Any], data: Mapping[str, int]) -> l
 
 
 def dimension(
-    data: dict[str, int], manifolds: list, dims: list, weightings: list, experts: int, width: int
+    data: dict[str, int], dims: dict[str, list], weightings: list, experts: int, width: int
 ) -> Iterator[Run]:
-    """L1: the same function in more and more dimensions.
+    """L1: the same function in more and more dimensions; `dims` are lists of D by manifold.
 
-    `built` among the weightings starts from the data-driven construction and trains its experts;
-    its gate, k-means cells, gets no gradient. Curves only.
+    Top-1 networks have equal active parameters, and so has `dense_active`, one expert that answers
+    everywhere; `soft` answers with all experts, and `dense_total` has as many parameters as those.
+    `built` starts from the data-driven construction and trains its experts; its gate, k-means
+    cells, gets no gradient. On the sphere it takes two layers and more parameters than the others.
     """
-    for manifold in manifolds:
-        for dim in dims:
+    for manifold, each in dims.items():
+        for dim in each:
             make = _manifold(manifold, dim, data)
+            sparse = Stack(dim, 1, experts, width)
             for weighting in weightings:
-                is_built = weighting == "built"
-                if is_built and manifold != "moment_curve":
-                    continue
-                stack = Stack(
-                    dim, 1, experts, width + is_built, weighting="hard" if is_built else weighting
-                )
+                if weighting in ("dense_active", "dense_total"):
+                    stack = matched(sparse, weighting.removeprefix("dense_"), num_experts=1)
+                elif weighting == "built":
+                    stack = _built_stack(sparse, manifold)
+                else:
+                    stack = dataclasses.replace(sparse, weighting=weighting)
                 facts = {"manifold": manifold, "D": dim, "weighting": weighting}
-                yield Run(f"{manifold} D={dim} {weighting}", facts, stack, make, is_built)
+                name = f"{manifold} D={dim} {weighting}"
+                yield Run(name, facts, stack, make, weighting == "built", chart_dim=DIMS[manifold])
 
 
 def experts(
     data: dict[str, int], manifold: str, dim: int, counts: list, weightings: list, width: int
 ) -> Iterator[Run]:
-    """L2: more experts of the same width."""
+    """L2: more experts of the same width, so that active parameters grow by the gate's alone."""
     for weighting in weightings:
         for count in counts:
+            stack = Stack(dim, 1, count, width)
             is_built = weighting == "built"
-            stack = Stack(
-                dim, 1, count, width + is_built, weighting="hard" if is_built else weighting
-            )
+            if is_built:
+                stack = _built_stack(stack, manifold)
+            else:
+                stack = dataclasses.replace(stack, weighting=weighting)
             facts = {"E": count, "weighting": weighting}
             make = _manifold(manifold, dim, data)
-            yield Run(f"{weighting} E={count}", facts, stack, make, is_built)
+            name = f"{weighting} E={count}"
+            yield Run(name, facts, stack, make, is_built, chart_dim=DIMS[manifold])
 
 
-def gates(data: dict[str, int], cases: list, width: int) -> Iterator[Run]:
-    """L3: classes of gates on partitions of the plane; `cases` are (partition, weighting, gate)."""
-    for partition, weighting, gate in cases:
+def gates(data: dict[str, int], cases: list, width: int, gate_dim: int) -> Iterator[Run]:
+    """L3: classes of gates on partitions of the plane.
+
+    `cases` are (partition, weighting, gate, matched). `active`: every network has the active
+    parameters of experts of `width` behind a hidden layer of `gate_dim`, so that a smaller gate has
+    wider experts. `width`: experts of one width, and gates that differ in size.
+    """
+    for partition, weighting, gate, same in cases:
+        if same not in ("active", "width"):
+            raise ValueError(f"config.options.cases: matched={same!r} is not active or width")
         num_experts = 9 if partition == "grid" else 4
-        stack = Stack(2, 1, num_experts, width, weighting=weighting, gate=gate)
-        facts = {"partition": partition, "weighting": weighting, "gate": gate}
+        stack = Stack(2, 1, num_experts, width, weighting=weighting, gate=gate, gate_dim=gate_dim)
+        if same == "active":
+            reference = dataclasses.replace(stack, gate="hidden_layer")
+            stack = _same_active_gate(stack, reference.active_parameters)
+        facts = {"partition": partition, "weighting": weighting, "gate": gate, "matched": same}
         make = cache(partial(partition_problem, jax.random.key(3), partition, **data))
-        yield Run(f"{partition} {weighting} {gate}", facts, stack, make)
+        yield Run(f"{partition} {weighting} {gate}, same {same}", facts, stack, make)
 
 
 def depth(
-    data: dict[str, int], cells: int, axes: int, width: int, state: int, depths: list
+    data: dict[str, int], cells: list, axes: int, width: int, state: int, depths: list
 ) -> Iterator[Run]:
-    """L4: layers of E experts, against one layer of as many experts and of E^L, matched."""
-    make = cache(partial(grid_problem, jax.random.key(4), cells, axes, **data))
-    for num_layers in depths:
-        deep = Stack(axes, axes, cells, width, num_layers=num_layers, state_dim=state)
-        facts = {"layers": num_layers, "experts": cells, "matched": "reference"}
-        yield Run(f"{num_layers} x {cells}", facts, deep, make)
-    deep = Stack(axes, axes, cells, width, num_layers=axes, state_dim=state)
-    for count in sorted({cells * axes, cells**axes}):
-        for matched in ("active", "total"):
-            stack = _one_layer(deep, count, matched)
-            facts = {"layers": 1, "experts": count, "matched": matched}
-            yield Run(f"1 x {count}, same {matched}", facts, stack, make)
+    """L4: L = `axes` layers of E experts of `width`, against fewer, more and wider layers.
+
+    For each E of `cells` and each of the same active and the same total parameters: other numbers
+    of layers of E experts, and one layer of L E and of E^L.
+    """
+    for num in cells:
+        make = cache(partial(grid_problem, jax.random.key(4), num, axes, **data))
+        deep = Stack(axes, axes, num, width, num_layers=axes, state_dim=state)
+        facts = {"cells": num, "layers": axes, "experts": num, "matched": "reference"}
+        yield Run(f"{axes} x {num}", facts, deep, make)
+        shapes = [(layers, num) for layers in depths if layers != axes]
+        shapes += [(1, count) for count in sorted({num * axes, num**axes} - {num})]
+        for num_layers, count in shapes:
+            for same in ("active", "total"):
+                stack = matched(deep, same, num_layers=num_layers, num_experts=count)
+                facts = {"cells": num, "layers": num_layers, "experts": count, "matched": same}
+                name = f"{num_layers} x {count} on {num} cells an axis, same {same}"
+                yield Run(name, facts, stack, make)
 
 
 def encoders(
@@ -141,28 +171,47 @@ def encoders(
     experts: int,
     width: int,
 ) -> Iterator[Run]:
-    """L5: experts f_low(Enc x) of d' codes, with and without reconstruction, and full experts."""
+    """L5: experts f_low(Enc x) of d' codes, with and without reconstruction, and full experts.
+
+    Encoded experts are as wide as the full ones' active parameters allow; without reconstruction
+    also of the full ones' width, and then smaller.
+    """
     make = _manifold(manifold, dim, data)
-    yield Run("full", {"code": 0, "weight": 0.0}, Stack(dim, 1, experts, width), make)
-    for weight in weights:
+    full = Stack(dim, 1, experts, width)
+    yield Run("full", {"code": 0, "weight": 0.0, "matched": "reference"}, full, make)
+    for same, weight in [("active", weight) for weight in weights] + [("width", 0.0)]:
         for code in codes:
-            stack = Stack(dim, 1, experts, width, encoder_dim=code)
-            facts = {"code": code, "weight": weight}
-            name = f"d'={code}, reconstruction {weight}"
+            stack = dataclasses.replace(full, encoder_dim=code)
+            if same == "active":
+                stack = _fitted_width(stack, full.active_parameters, "active")
+            facts = {"code": code, "weight": weight, "matched": same}
+            name = f"d'={code}, reconstruction {weight}, same {same}"
             yield Run(name, facts, stack, make, reconstruction_weight=weight)
 
 
 def sharing(
-    data: dict[str, int], manifold: str, dim: int, selected: list, experts: int, width: int
+    data: dict[str, int],
+    manifold: str,
+    dim: int,
+    selected: list,
+    shared: list,
+    experts: int,
+    width: int,
 ) -> Iterator[Run]:
-    """L6: k of k E experts of width m / k, with half of m in a shared expert or without one."""
+    """L6: k of k E experts and a shared expert of 0 or more neurons, at equal active parameters.
+
+    Those of one of E experts of `width`: what larger gates and the shared expert take, the routed
+    experts lack in width.
+    """
     make = _manifold(manifold, dim, data)
-    for shared in (0, width // 2):
+    wanted = Stack(dim, 1, experts, width).active_parameters
+    for neurons in shared:
         for k in selected:
-            routed = (width - shared) // k
-            stack = Stack(dim, 1, experts * k, routed, num_selected=k, shared_dim=shared)
-            facts = {"k": k, "shared": shared > 0}
-            yield Run(f"k={k}{', shared expert' if shared else ''}", facts, stack, make)
+            stack = Stack(dim, 1, experts * k, 1, num_selected=k, shared_dim=neurons)
+            stack = _fitted_width(stack, wanted, "active")
+            facts = {"k": k, "shared": neurons}
+            name = f"k={k}, shared expert of {neurons}" if neurons else f"k={k}"
+            yield Run(name, facts, stack, make)
 
 
 EXPERIMENTS: dict[str, Callable[..., Iterator[Run]]] = {
@@ -175,33 +224,70 @@ EXPERIMENTS: dict[str, Callable[..., Iterator[Run]]] = {
 }
 
 
-def built_start(stack: Stack, problem: Problem) -> list[Any]:
-    """Parameters of the data-driven construction in the shape of a one-layer stack, float32.
+def built_start(stack: Stack, problem: Problem, *, chart_dim: int = 1) -> list[Any]:
+    """Parameters of the data-driven construction in the shape of the stack, float32.
+
+    One layer for charts of dimension 1, two for dimension 2.
 
     Raises:
         ValueError: if a cell holds too few points for its chart.
     """
+    width = stack.hidden_dim
     build = fit_charts(
         jax.random.key(0),
         problem.x.astype(np.float64),
         problem.y.astype(np.float64),
-        dim=1,
+        dim=chart_dim,
         num_charts=stack.num_experts,
-        num_segments=stack.hidden_dim - 1,
+        num_segments=width - 1 if chart_dim == 1 else math.isqrt(width) - 1,
     )
-    variables = build.network.params[0]["params"]
-    return [jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), variables)]
+    network = pad_network(build.network, stack.token_dim, (width,) * stack.num_layers)
+    to_float = partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, jnp.float32))
+    return [to_float(variables["params"]) for variables in network.params]
+
+
+def _built_stack(sparse: Stack, manifold: str) -> Stack:
+    if DIMS[manifold] == 1:
+        return dataclasses.replace(sparse, weighting="hard")
+    # The fewest nodes of a square, 16, and as many neurons for its 15 grid lines and the constant.
+    code = max(sparse.input_dim, 15) + sparse.num_experts
+    return dataclasses.replace(
+        sparse, weighting="hard", num_layers=2, state_dim=code, hidden_dim=16
+    )
 
 
 def _manifold(name: str, dim: int, data: Mapping[str, int]) -> Callable[[], Problem]:
     return cache(partial(manifold_problem, jax.random.key(1), name, dim, **data))
 
 
-def _one_layer(deep: Stack, num_experts: int, matched: str) -> Stack:
-    """One layer of as many active, or total, parameters as `deep`, up to one neuron."""
-    wanted = deep.active_parameters if matched == "active" else deep.total_parameters
-    counted = 1 if matched == "active" else num_experts
-    shape = dataclasses.replace(deep, num_layers=1, num_experts=num_experts, hidden_dim=1)
-    gate = shape.token_dim * num_experts
-    hidden = round((wanted - gate) / (2 * shape.token_dim * counted))
-    return dataclasses.replace(shape, hidden_dim=max(hidden, 1))
+def matched(stack: Stack, same: str, **shape: int) -> Stack:
+    """Another shape, its experts as wide as the stack's `active` or `total` parameters allow."""
+    wanted = stack.active_parameters if same == "active" else stack.total_parameters
+    return _fitted_width(dataclasses.replace(stack, **shape), wanted, same)
+
+
+def _fitted_width(stack: Stack, wanted: int, same: str) -> Stack:
+    """The stack with experts of the width that brings its parameters nearest to `wanted`."""
+
+    def count(width: int) -> int:
+        sized = dataclasses.replace(stack, hidden_dim=width)
+        return sized.active_parameters if same == "active" else sized.total_parameters
+
+    neuron = count(2) - count(1)
+    width = max(1, 1 + round((wanted - count(1)) / neuron))
+    return dataclasses.replace(stack, hidden_dim=width)
+
+
+def _same_active_gate(stack: Stack, wanted: int) -> Stack:
+    """As `_fitted_width`; a dense layer before the gate, which has a width too, gives the rest."""
+    if stack.gate != "dense":
+        return _fitted_width(stack, wanted, "active")
+    sizes = [dataclasses.replace(stack, gate_dim=size) for size in range(1, stack.gate_dim + 1)]
+    fitted = [_fitted_width(each, wanted, "active") for each in sizes]
+    return min(
+        fitted,
+        key=lambda each: (
+            abs(each.active_parameters - wanted),
+            abs(each.hidden_dim - stack.hidden_dim),
+        ),
+    )

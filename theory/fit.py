@@ -12,12 +12,10 @@ from jaxtyping import Array, PyTree
 
 from moe_jax.training import Checkpoints, OptimizerConfig, init_state, make_optimizer
 from moe_jax.training.step import make_train_step
-from theory.cells import adjusted_rand, purity, tie_mass
 from theory.model import Stack, apply_stack, init_stack, likelihood_loss
-from theory.paths import path_stats
 from theory.problems import Problem
 
-_ONCE = {"xla_backend_optimization_level": 0}
+ONCE = {"xla_backend_optimization_level": 0}
 """For programs that run once: to compile them takes longer than to run them."""
 
 
@@ -90,7 +88,7 @@ def train_seeds(
         params = init_stack(init_key, stack) if start is None else start
         return init_state(run_key, params, optimizer)
 
-    state = jax.jit(jax.vmap(init), compiler_options=_ONCE)(jax.random.split(key, config.num_seeds))
+    state = jax.jit(jax.vmap(init), compiler_options=ONCE)(jax.random.split(key, config.num_seeds))
     step = 0
     if checkpoints is not None:
         restored = checkpoints.restore(jax.eval_shape(lambda: state))
@@ -144,50 +142,3 @@ def _make_piece(
         return state, losses[-1]
 
     return jax.jit(jax.vmap(one_seed, in_axes=(0, None, None)))
-
-
-def evaluate_seeds(stack: Stack, params: list[PyTree], problem: Problem) -> dict[str, Any]:
-    """Errors of every seed on held-out points, as lists; y has variance 1.
-
-    `mse` and `sup` are those of the network as it was trained, `hard_mse` and `hard_sup` with the
-    expert of largest score alone, at weight 1 (k of them for k > 1). With cells, also the purity,
-    adjusted Rand index and tie mass of the first gate; with several layers the paths.
-    """
-
-    @partial(jax.jit, compiler_options=_ONCE)
-    def answers(params: PyTree, x: Array) -> tuple[Array, Array, Array, Array]:
-        def one_seed(params: PyTree) -> tuple[Array, Array, Array, Array]:
-            own = apply_stack(stack, params, x)
-            rule = "hard" if stack.num_selected == 1 else stack.weighting
-            hard = apply_stack(stack, params, x, weighting=rule)
-            return own.y, hard.y, hard.selection, hard.logits[0]
-
-        return jax.vmap(one_seed)(params)
-
-    own, hard, selection, logits = map(np.asarray, answers(params, jnp.asarray(problem.x_test)))
-    record: dict[str, Any] = {}
-    for name, y in (("", own), ("hard_", hard)):
-        gap = np.abs(y - problem.y_test[None])
-        record[f"{name}mse"] = np.mean(gap**2, axis=(1, 2)).tolist()
-        record[f"{name}sup"] = gap.max(axis=(1, 2)).tolist()
-    first = selection[:, 0]
-    record["experts_used"] = [len(np.unique(each)) for each in first]
-    if problem.labels is not None and stack.num_layers == 1:
-        labels = problem.labels
-        record["purity"] = [purity(each, labels) for each in first]
-        record["adjusted_rand"] = [adjusted_rand(each, labels) for each in first]
-        # Scores have no unit: near is within a tenth of the gap between the two best's median.
-        record["tie_mass"] = [_relative_tie_mass(each) for each in logits]
-    if stack.num_layers > 1:
-        stats = [path_stats(each.T, stack.num_experts) for each in selection]
-        record["paths"] = [each.num_paths for each in stats]
-        record["joint_perplexity"] = [each.joint_perplexity for each in stats]
-        record["unseen_mass"] = [each.unseen_mass for each in stats]
-    return record
-
-
-def _relative_tie_mass(logits: np.ndarray) -> float:
-    if logits.shape[1] < 2:
-        return 0.0
-    top = np.sort(logits, axis=1)[:, -2:]
-    return tie_mass(logits.astype(np.float64), 0.1 * float(np.median(top[:, 1] - top[:, 0])))

@@ -28,9 +28,11 @@ from moe_jax.training import (
     prepare_workdir,
     run_program,
 )
+from theory.evaluation import evaluate_seeds, partition_map
 from theory.experiments import Run, built_start, runs_of
-from theory.fit import TrainConfig, evaluate_seeds, train_seeds
-from theory.plots import draw_experiment, write_table
+from theory.fit import TrainConfig, train_seeds
+from theory.plots import draw_experiment, draw_maps
+from theory.tables import write_table
 
 SECTIONS = ("experiment", "seed", "data", "train", "start_learning_rate", "options", "full")
 
@@ -38,6 +40,7 @@ SECTIONS = ("experiment", "seed", "data", "train", "start_learning_rate", "optio
 def run_experiment(config: Mapping[str, Any], workdir: str | Path, *, full: bool = False) -> int:
     """Trains what is not yet trained, then writes `table.md` and `figure.png`.
 
+    Where the plane is cut into cells, `partitions.png` shows what the trained gates make of it.
     `results.json` holds the configuration and the records of the finished runs.
 
     Args:
@@ -84,8 +87,10 @@ def run_experiment(config: Mapping[str, Any], workdir: str | Path, *, full: bool
             return exit_code(interrupts.requested)
         table = write_table(results, folder / "table.md")
         draw_experiment(results, folder / "figure.png")
+        if any("map" in run for run in results["runs"].values()):
+            draw_maps(results, folder / "partitions.png")
         print(table)
-        print(f"table and figure in {folder}")
+        print(f"table and figures in {folder}")
     return 0
 
 
@@ -96,7 +101,7 @@ def _train_run(
     problem = run.problem()
     start, before = None, {}
     if run.is_built:
-        start = built_start(run.stack, problem)
+        start = built_start(run.stack, problem, chart_dim=run.chart_dim)
         stacked = jax.tree.map(lambda leaf: leaf[None], start)
         before = evaluate_seeds(run.stack, stacked, problem)
         before = {f"start_{name}": before[name] for name in ("mse", "sup")}
@@ -119,6 +124,11 @@ def _train_run(
     record = {"facts": dict(run.facts), **evaluate_seeds(run.stack, params, problem), **before}
     if problem.jump:
         record["floor"] = problem.jump / 2
+    if problem.labels is not None and run.stack.input_dim == 2:
+        # The seed in the middle, by what the experiment asks of partitions.
+        ranking = record["purity" if run.stack.num_layers == 1 else "paths"]
+        seed = int(np.argsort(ranking, stable=True)[len(ranking) // 2])
+        record["map"] = partition_map(run.stack, params, seed)
     shutil.rmtree(saved, ignore_errors=True)
     return {**record, "seconds": time.perf_counter() - begun}
 

@@ -87,12 +87,15 @@ class Stack:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that enter one point's answer when k experts a layer are computed."""
-        return self._count(self.num_selected)
+        """Parameters that enter one point's answer, the gate's included.
+
+        Those of k experts a layer; of all for `soft`, which leaves none out.
+        """
+        return self._count(self.num_experts if self.weighting == "soft" else self.num_selected)
 
     @property
     def total_parameters(self) -> int:
-        """All parameters."""
+        """All parameters, without the gate of a single expert, which decides nothing."""
         return self._count(self.num_experts)
 
     def _count(self, num_experts: int) -> int:
@@ -103,6 +106,7 @@ class Stack:
             "hidden_layer": (gate_width + 1) * self.gate_dim
             + (self.gate_dim + 1) * self.num_experts,
         }.get(self.gate, gate_width * self.num_experts)
+        gate = gate if self.num_experts > 1 else 0
         inner = width * self.hidden_dim
         if self.encoder_dim:
             inner = width * self.encoder_dim + (self.encoder_dim + 1) * self.hidden_dim

@@ -1,4 +1,4 @@
-"""Table and figure of a learned experiment, from its results file."""
+"""Figures of a learned experiment, from its results file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,47 +11,33 @@ matplotlib.use("agg")
 
 from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
 
+from theory.evaluation import SYMBOLS  # noqa: E402
+from theory.problems import RING_RADII, cell_of  # noqa: E402
+
 # What each experiment shows: abscissa, what tells the curves apart, the panels' quantities.
 SHAPES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "dimension": ("D", ("manifold", "weighting"), ("mse", "hard_mse")),
     "experts": ("E", ("weighting",), ("mse", "hard_mse")),
-    "gates": ("gate", ("partition", "weighting"), ("purity", "hard_mse")),
-    "depth": ("experts", ("layers", "matched"), ("hard_mse", "hard_sup")),
-    "encoders": ("code", ("weight",), ("hard_mse", "hard_sup")),
+    "gates": ("gate", ("partition", "weighting", "matched"), ("purity", "hard_mse")),
+    "depth": ("shape", ("cells", "matched"), ("hard_mse", "hard_sup", "paths")),
+    "encoders": ("code", ("weight", "matched"), ("hard_mse", "hard_sup")),
     "sharing": ("k", ("shared",), ("mse", "sup")),
 }
 LABELS = {
     "D": "ambient dimension D",
     "E": "experts E, each of the same width",
     "code": "code dimension d' of the experts",
-    "k": "experts selected k, each of width m / k",
-    "experts": "experts a layer",
+    "k": "experts selected k, of k E experts",
+    "shape": "layers x experts a layer",
     "gate": "gate",
     "mse": "mean squared error / variance, as trained",
     "hard_mse": "mean squared error / variance, top-1",
     "sup": "largest error / standard deviation",
     "hard_sup": "largest error / standard deviation, top-1",
     "purity": "purity of the gate's cells",
+    "paths": "distinct paths used",
 }
-_COLUMNS = (
-    "mse", "hard_mse", "hard_sup", "purity", "adjusted_rand", "tie_mass", "paths", "unseen_mass",
-    "experts_used", "start_mse",
-)  # fmt: skip
-
-
-def write_table(results: Mapping[str, Any], path: Path) -> str:
-    """Writes and returns a Markdown table: medians over seeds, with least and largest."""
-    runs = results["runs"]
-    columns = [name for name in _COLUMNS if any(name in run for run in runs.values())]
-    head = ["run", "active", "total", *columns]
-    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
-    for name, run in runs.items():
-        cells = [_spread(run[column]) if column in run else "" for column in columns]
-        facts = run["facts"]
-        lines.append(" | ".join([name, str(facts["active"]), str(facts["total"]), *cells]))
-    text = "\n".join(f"| {line} |" for line in lines) + "\n"
-    path.write_text(text)
-    return text
+_MARKERS = "os^Dv<>PX*"
 
 
 def draw_experiment(results: Mapping[str, Any], path: Path) -> None:
@@ -63,16 +49,82 @@ def draw_experiment(results: Mapping[str, Any], path: Path) -> None:
         label = ", ".join(_group_label(name, facts[name]) for name in grouping)
         groups.setdefault(label, []).append(run)
     figure, panels = plt.subplots(
-        1, len(quantities), figsize=(5.2 * len(quantities), 4.4), layout="constrained"
+        1, len(quantities), figsize=(5.4 * len(quantities), 4.6), layout="constrained"
     )
     for axes, quantity in zip(panels, quantities, strict=True):
         _draw_panel(axes, groups, abscissa, quantity)
     num_seeds = results["config"]["train"]["num_seeds"]
     figure.suptitle(f"medians of {num_seeds} seeds; bars from the least to the largest", fontsize=9)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=130)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_maps(results: Mapping[str, Any], path: Path) -> None:
+    """Draws which expert, or path of experts, answers where, of the middle seed of each network.
+
+    Red lines are the target's jumps.
+    """
+    runs = {name: run for name, run in results["runs"].items() if "map" in run}
+    columns = 5
+    rows = -(-len(runs) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(2.4 * columns, 2.75 * rows), layout="constrained", squeeze=False
+    )
+    colors = plt.get_cmap("tab20")(np.arange(len(SYMBOLS)) % 20)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for axes, (name, run) in zip(grid.flat, runs.items(), strict=False):
+        facts = run["facts"]
+        number = np.array([[SYMBOLS.index(symbol) for symbol in row] for row in run["map"]])
+        axes.imshow(
+            colors[number], origin="lower", extent=(-1, 1, -1, 1), interpolation="nearest"
+        )
+        _draw_jumps(axes, facts.get("partition", "cells"), facts.get("cells", 3))
+        if facts["experts"] if "experts" in facts else 0:
+            used = f"{_quantile(run['paths'], 0.5):g} paths" if "paths" in run else "one layer"
+            same = "" if facts["matched"] == "reference" else f", same {facts['matched']}"
+            title = f"{facts['layers']} x {facts['experts']}{same}\n{used}"
+        else:
+            gate = facts["gate"].replace("_", " ")
+            title = (
+                f"{gate}, {facts['weighting'].replace('_', ' ')}\nsame {facts['matched']}: purity "
+                f"{_quantile(run['purity'], 0.5):.2f}"
+            )
+        axes.set_title(title, fontsize=8)
+    figure.suptitle(
+        "regions of one expert (of one path, where there are layers), a colour each; red: the "
+        "target's jumps; middle seed",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def _draw_jumps(axes: Any, partition: str, cells: int) -> None:
+    turn = np.linspace(0, 2 * np.pi, 200)
+    if partition == "rings":
+        for radius in RING_RADII:
+            axes.plot(radius * np.cos(turn), radius * np.sin(turn), color="red", linewidth=0.8)
+    elif partition == "cells":
+        for face in np.linspace(-1, 1, cells + 1)[1:-1]:
+            axes.plot([face, face], [-1, 1], color="red", linewidth=0.8)
+            axes.plot([-1, 1], [face, face], color="red", linewidth=0.8)
+    else:
+        side = (np.arange(300) + 0.5) / 150 - 1
+        points = np.stack(np.meshgrid(side, side), axis=-1).reshape(-1, 2)
+        cell = cell_of(partition, points).reshape(300, 300)
+        edge = np.zeros(cell.shape, bool)
+        edge[:-1] = cell[:-1] != cell[1:]
+        edge[:, :-1] |= cell[:, :-1] != cell[:, 1:]
+        ink = np.zeros((300, 300, 4))
+        ink[edge] = (1.0, 0.0, 0.0, 1.0)
+        axes.imshow(ink, origin="lower", extent=(-1, 1, -1, 1), interpolation="nearest")
+    if partition == "arcs":
+        axes.plot(np.cos(turn), np.sin(turn), color="black", linewidth=1.5)
+    axes.set_xlim(-1.02, 1.02)
+    axes.set_ylim(-1.02, 1.02)
 
 
 def _draw_panel(
@@ -86,8 +138,11 @@ def _draw_panel(
         groups = {
             label: [run for run in runs if run["facts"]["code"]] for label, runs in groups.items()
         }
-    names = list(dict.fromkeys(r["facts"][abscissa] for runs in groups.values() for r in runs))
+    every = [run for runs in groups.values() for run in runs]
+    names = list(dict.fromkeys(_place(run["facts"], abscissa) for run in every))
     is_named = isinstance(names[0], str)
+    if is_named:
+        names.sort()
     is_log = abscissa in ("D", "E", "k")
     for i, (label, runs) in enumerate(groups.items()):
         runs = [run for run in runs if quantity in run]
@@ -96,60 +151,73 @@ def _draw_panel(
         values = np.array(
             [[_quantile(run[quantity], q) for q in (0.5, 0.0, 1.0)] for run in runs]
         ).T
+        shift = i - (len(groups) - 1) / 2
         if is_named:
-            places = np.array([names.index(run["facts"][abscissa]) for run in runs], float)
-            places += 0.12 * (i - (len(groups) - 1) / 2)
+            places = np.array([names.index(_place(run["facts"], abscissa)) for run in runs], float)
+            places += 0.1 * shift
         else:
             places = np.array([run["facts"][abscissa] for run in runs], float)
-            shift = i - (len(groups) - 1) / 2
-            places = places * (1 + 0.02 * shift) if is_log else places + 0.12 * shift
+            places = places * (1 + 0.02 * shift) if is_log else places + 0.06 * shift
         bars = np.abs(values[1:] - values[0])
         axes.errorbar(
             places, values[0], bars, label=label, color=f"C{i % 10}", capsize=2,
-            marker="os^Dv<>P"[i % 8], markersize=5, linewidth=1.2,
+            marker=_MARKERS[i % len(_MARKERS)], markersize=5, linewidth=1.2,
             linestyle="none" if is_named or len(runs) == 1 else "-",
         )  # fmt: skip
     if is_named:
-        axes.set_xticks(range(len(names)), [str(name).replace("_", "\n") for name in names])
-    elif is_log:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(names, [str(name) for name in names])
+        axes.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
     else:
+        if is_log:
+            axes.set_xscale("log", base=2)
         axes.set_xticks(names, [str(name) for name in names])
+        axes.minorticks_off()
     if quantity == "purity":
         axes.set_ylim(0, 1.05)
     else:
         axes.set_yscale("log")
-    floors = {run["floor"] for runs in groups.values() for run in runs if "floor" in run}
-    if quantity == "hard_sup" and floors:
-        axes.axhline(
-            min(floors),
-            color="0.3",
-            linestyle="--",
-            label="half the least jump: least for fewer than E^L affine cells",
-        )
-        axes.legend(handles=axes.get_lines()[-1:], fontsize=8)
+    _draw_levels(axes, every, quantity)
     axes.set_xlabel(LABELS[abscissa])
     axes.set_ylabel(LABELS[quantity])
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
 
 
+def _draw_levels(axes: Any, runs: Sequence[Mapping[str, Any]], quantity: str) -> None:
+    """Half the least jump on the panel of sup errors; all E^L paths on that of paths."""
+    cells = sorted({run["facts"]["cells"] for run in runs if "cells" in run["facts"]})
+    lines = []
+    for num, style in zip(cells, ("--", ":", "-.", "-"), strict=False):
+        if quantity == "hard_sup":
+            level = next(run["floor"] for run in runs if run["facts"]["cells"] == num)
+            label = f"half the least jump, {num} cells an axis"
+        elif quantity == "paths":
+            level = num**2
+            label = f"pieces of the target, {num} cells an axis"
+        else:
+            return
+        lines.append(axes.axhline(level, color="0.3", linestyle=style, label=label))
+    if lines:
+        axes.legend(handles=lines, fontsize=8)
+
+
+def _place(facts: Mapping[str, Any], abscissa: str) -> Any:
+    if abscissa != "shape":
+        return facts[abscissa]
+    cells, count = facts["cells"], facts["experts"]
+    symbol = {cells: "E", 2 * cells: "2E", cells**2: "E²"}[count]
+    return f"{facts['layers']} x {symbol}"
+
+
 def _group_label(name: str, value: Any) -> str:
     if name == "shared":
-        return "with a shared expert" if value else "no shared expert"
+        return f"shared expert of {value} neurons" if value else "no shared expert"
     if name == "weight":
         return f"reconstruction weight {value}"
-    if name == "layers":
-        return f"{value} layer{'s' if value > 1 else ''}"
+    if name == "cells":
+        return f"{value} cells an axis"
     if name == "matched":
-        return "E experts each" if value == "reference" else f"same {value} parameters"
+        return "reference" if value == "reference" else f"same {value}"
     return str(value).replace("_", " ")
 
 
 def _quantile(values: Sequence[float | int], q: float) -> float:
     return float(np.quantile(values, q))
-
-
-def _spread(values: Sequence[float | int]) -> str:
-    low, middle, high = (f"{_quantile(values, q):.3g}" for q in (0.0, 0.5, 1.0))
-    return middle if low == high else f"{middle} [{low}, {high}]"

@@ -24,14 +24,14 @@ def get_config() -> ConfigDict:
             },
             "start_learning_rate": 1e-4,
             "options": {
-                "cells": 3,
+                "cells": [3, 4],
                 "axes": 2,
                 "width": 16,
                 "state": 3,
                 "depths": [1, 2, 3],
             },
             "full": {
-                "options": {"cells": 4, "width": 64},
+                "options": {"width": 64},
                 "train": {"num_steps": 10_000, "batch_size": 512},
             },
         }

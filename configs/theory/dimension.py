@@ -24,14 +24,23 @@ def get_config() -> ConfigDict:
             },
             "start_learning_rate": 1e-4,
             "options": {
-                "manifolds": ["moment_curve"],
-                "dims": [2, 16, 128],
-                "weightings": ["straight_through", "switch", "soft", "likelihood", "built"],
+                "dims": {"moment_curve": [2, 16, 128], "sphere": [3, 16, 128]},
+                "weightings": [
+                    "straight_through",
+                    "switch",
+                    "soft",
+                    "likelihood",
+                    "built",
+                    "dense_active",
+                    "dense_total",
+                ],
                 "experts": 4,
                 "width": 10,
             },
             "full": {
-                "options": {"manifolds": ["moment_curve", "sphere"], "dims": [4, 16, 64, 256]},
+                "options": {
+                    "dims": {"moment_curve": [2, 16, 64, 256], "sphere": [3, 16, 64, 256]}
+                },
                 "train": {"num_steps": 10_000, "batch_size": 512},
             },
         }

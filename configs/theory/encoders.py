@@ -26,13 +26,13 @@ def get_config() -> ConfigDict:
             "options": {
                 "manifold": "sphere",
                 "dim": 16,
-                "codes": [1, 2, 3, 4],
+                "codes": [1, 2, 3, 4, 8],
                 "weights": [0.0, 0.1],
                 "experts": 4,
                 "width": 16,
             },
             "full": {
-                "options": {"codes": [1, 2, 3, 4, 6, 8], "dim": 64, "experts": 16},
+                "options": {"codes": [1, 2, 3, 4, 5, 6, 7, 8], "dim": 64, "experts": 16},
                 "train": {"num_steps": 10_000, "batch_size": 512},
             },
         }

@@ -27,23 +27,25 @@ def get_config() -> ConfigDict:
             "start_learning_rate": 1e-4,
             "options": {
                 "cases": [
-                    *[("rings", "likelihood", gate) for gate in GATES],
-                    *[("rings", "straight_through", gate) for gate in GATES],
                     *[
-                        (partition, "likelihood", gate)
-                        for partition in ("arcs", "spirals", "grid")
-                        for gate in ("affine", "hidden_layer")
+                        (partition, "likelihood", gate, "active")
+                        for partition in ("rings", "arcs", "spirals", "grid")
+                        for gate in GATES
                     ],
+                    *[("rings", "straight_through", gate, "active") for gate in GATES],
+                    *[("rings", "likelihood", gate, "width") for gate in GATES],
                 ],
                 "width": 4,
+                "gate_dim": 16,
             },
             "full": {
                 "options": {
                     "cases": [
-                        (partition, weighting, gate)
-                        for partition in ("arcs", "rings", "spirals", "grid")
+                        (partition, weighting, gate, matched)
+                        for partition in ("rings", "arcs", "spirals", "grid")
                         for weighting in ("likelihood", "straight_through")
                         for gate in GATES
+                        for matched in ("active", "width")
                     ],
                 },
                 "train": {"num_steps": 10_000, "batch_size": 512},

@@ -27,11 +27,12 @@ def get_config() -> ConfigDict:
                 "manifold": "moment_curve",
                 "dim": 16,
                 "selected": [1, 2, 4],
+                "shared": [0, 4, 8],
                 "experts": 4,
-                "width": 16,
+                "width": 18,
             },
             "full": {
-                "options": {"dim": 64, "width": 64},
+                "options": {"dim": 64, "width": 66},
                 "train": {"num_steps": 10_000, "batch_size": 512},
             },
         }

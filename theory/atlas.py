@@ -13,10 +13,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 from scipy import spatial
 
+from theory.checks import check_count, check_indices, check_points
 from theory.manifolds import Manifold
 
 MIN_COSINE = 0.05
 """Least singular value of T_i^T T(x) that still counts as one-to-one."""
+
+MIN_PER_CHART = 100
+"""Least number of sample points a chart, from which the size of cells is read."""
 
 NUM_CHECKED = 2_000
 """Points of the sample on which a new atlas is checked."""
@@ -82,26 +86,43 @@ def voronoi_atlas(
             frame, so that it is the same in every dimension D.
         num_charts: E, if no centres are given.
         center_params: parameters of the centres.
-        num_sample: points that size the cells.
+        num_sample: points that size the cells, at least 100 a chart.
 
     Raises:
-        ValueError: if neither or both of the two are given, or a cell is so large that its chart is
-            not one-to-one on it, see `check_charts`.
+        ValueError: if neither or both of the two are given, centres are not finite, not of the
+            manifold's parameters or not different, a cell holds no point of the sample, or a cell
+            is so large that its chart is not one-to-one on it, see `check_charts`.
     """
     if (num_charts is None) == (center_params is None):
         raise ValueError("expected one of num_charts and center_params")
+    check_count("num_sample", num_sample, MIN_PER_CHART)
     sample_key, probe_key = jax.random.split(key)
     params = manifold.sample_params(sample_key, num_sample)
     sample = manifold.native(params)
     if center_params is None:
         assert num_charts is not None
         most = min(num_sample, NUM_SPREAD)
-        if not 1 <= num_charts <= most:
-            raise ValueError(f"num_charts={num_charts} is not in [1, {most}], the points to choose")
+        check_count("num_charts", num_charts, 1, most)
         center_params = params[spread_points(sample[:most], num_charts)]
-    centers = manifold.native(center_params)
+    center_params = check_points("center_params", center_params, params.shape[1])
+    if num_sample < MIN_PER_CHART * len(center_params):
+        raise ValueError(
+            f"num_sample={num_sample} is below {MIN_PER_CHART} for each of "
+            f"{len(center_params)} charts"
+        )
+    with np.errstate(all="ignore"):
+        centers = manifold.native(center_params)
+    check_points("points of center_params", centers)
+    if len(np.unique(centers.round(12), axis=0)) < len(centers):
+        raise ValueError(f"center_params {center_params.shape} hold the same point twice")
     tangents = tangent_bases(manifold, center_params)
     chart = nearest(sample, centers)
+    counts = np.bincount(chart, minlength=len(centers))
+    if not counts.all():
+        raise ValueError(
+            f"chart {counts.argmin()} of {len(centers)} holds none of num_sample={num_sample} "
+            "points: its centre is too near to others"
+        )
     coords = np.einsum("nk,nkd->nd", sample - centers[chart], tangents[chart])
     probe = manifold.native(manifold.sample_params(probe_key, num_sample))
     # A cell may reach past its outermost sample point by a whole gap; a probe sees half of one.
@@ -153,7 +174,7 @@ def check_charts(
 def check_contained(
     atlas: Charts, x: Float[np.ndarray, "points D"], chart: Int[np.ndarray, " points"]
 ) -> None:
-    """Raises ValueError if a point lies outside the box of its chart."""
+    """Raises ValueError if a point lies outside the box of its chart, or shapes disagree."""
     coords = chart_coordinates(atlas, x, chart)
     excess = np.maximum(atlas.low[chart] - coords, coords - atlas.high[chart]).max(axis=1)
     if not np.all(excess <= 0):
@@ -167,9 +188,15 @@ def check_contained(
 def chart_coordinates(
     atlas: Charts, x: Float[np.ndarray, "points D"], chart: Int[np.ndarray, " points"]
 ) -> Float[np.ndarray, "points d"]:
-    """T_i^T (x - c_i) of each point in its chart i."""
-    if x.shape[1] != atlas.centers.shape[1]:
-        raise ValueError(f"x {x.shape} does not fit an atlas in D={atlas.centers.shape[1]}")
+    """T_i^T (x - c_i) of each point in its chart i.
+
+    Raises:
+        ValueError: if the points are not finite or of another dimension, or a chart does not exist.
+    """
+    if np.ndim(x) != 2 or np.shape(x)[1] != atlas.centers.shape[1]:
+        raise ValueError(f"x {np.shape(x)} does not fit an atlas in D={atlas.centers.shape[1]}")
+    x = check_points("x", x, least=0)
+    chart = check_indices("chart", chart, len(x), atlas.num_charts)
     coords = np.empty((len(x), atlas.dim))
     for i in np.unique(chart):
         member = chart == i
@@ -232,11 +259,18 @@ def spread_points(
 
     Farthest points first, each the farthest from those before it; then Lloyd's iterations, which
     move each to the sample point nearest to its cell's mean and make the largest cells smaller.
+
+    Raises:
+        ValueError: if the sample has fewer than num different points, or is not finite.
     """
+    sample = check_points("sample", sample)
+    check_count("num", num, 1, len(sample))
     chosen = [0]
     distance = np.sum((sample - sample[0]) ** 2, axis=1)
     for _ in range(num - 1):
         chosen.append(int(np.argmax(distance)))
+        if distance[chosen[-1]] == 0:
+            raise ValueError(f"sample {sample.shape} has fewer than num={num} different points")
         distance = np.minimum(distance, np.sum((sample - sample[chosen[-1]]) ** 2, axis=1))
     index = np.array(chosen)
     tree = spatial.cKDTree(sample)
@@ -253,7 +287,13 @@ def spread_points(
 def nearest(
     x: Float[np.ndarray, "points k"], centers: Float[np.ndarray, "centers k"]
 ) -> Int[np.ndarray, " points"]:
-    """Index of each point's nearest centre."""
+    """Index of each point's nearest centre.
+
+    Raises:
+        ValueError: if shapes disagree or something is not finite.
+    """
+    centers = check_points("centers", centers)
+    x = check_points("x", x, centers.shape[1], least=0)
     return np.argmax(2 * x @ centers.T - np.sum(centers**2, axis=1)[None, :], axis=1)
 
 
@@ -268,8 +308,8 @@ def regular_centers(name: str, num: int = 0) -> Float[np.ndarray, "charts p"]:
     Raises:
         ValueError: for another name, or a number below 1 where it is needed.
     """
-    if name in ("circle", "fibonacci") and num < 1:
-        raise ValueError(f"num={num} must be at least 1 for {name!r}")
+    if name in ("circle", "fibonacci"):
+        check_count("num", num)
     if name == "circle":
         return 2 * np.pi * np.arange(num)[:, None] / num
     if name == "octahedron":

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from theory.checks import as_numbers, check_count, check_points
 from theory.manifolds import draw_uniform
 
 Fit = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -34,15 +35,18 @@ def empirical_capacity(
         The size, or 0.
 
     Raises:
-        ValueError: if the sizes do not increase.
+        ValueError: if the sizes do not increase, the tolerance is not positive, or the fit does not
+            give a value a label.
     """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance} must be positive")
     if list(sizes) != sorted(set(sizes)) or not sizes or sizes[0] < 1:
         raise ValueError(f"sizes={tuple(sizes)} must be positive and increase")
     fitted = 0
     for index, size in enumerate(sizes):
         input_key, label_key = jax.random.split(jax.random.fold_in(key, index))
         labels = draw_uniform(label_key, (size,), -1.0, 1.0)
-        error = fit(draw(input_key, size), labels) - labels
+        error = _fitted(fit, draw(input_key, size), labels) - labels
         if not np.sqrt(np.mean(error**2)) <= tolerance:
             break
         fitted = size
@@ -56,17 +60,25 @@ def rademacher_value(
 
     1 where any signs are fitted; 0 for a constant 0. It estimates the Rademacher complexity from
     below, as far as `fit` finds the best function.
+
+    Raises:
+        ValueError: if there is no point or no draw, or the fit does not give a value a point.
     """
-    if num_draws < 1:
-        raise ValueError(f"num_draws={num_draws} must be at least 1")
+    x = check_points("x", x)
+    check_count("num_draws", num_draws)
     signs = np.where(draw_uniform(key, (num_draws, len(x)), -1.0, 1.0) < 0, -1.0, 1.0)
-    return float(np.mean([s @ fit(x, s) / len(x) for s in signs]))
+    return float(np.mean([s @ _fitted(fit, x, s) / len(x) for s in signs]))
 
 
 def degrees_of_freedom(features: Float[np.ndarray, "points features"], ridge: float) -> float:
-    """Trace of the ridge regression's hat matrix, sum_i s_i / (s_i + ridge), s of Phi^T Phi."""
-    if not ridge >= 0:
-        raise ValueError(f"ridge={ridge} must not be negative")
+    """Trace of the ridge regression's hat matrix, sum_i s_i / (s_i + ridge), s of Phi^T Phi.
+
+    Raises:
+        ValueError: if a feature or the ridge is not finite, or the ridge is negative.
+    """
+    features = check_points("features", features)
+    if not 0 <= ridge < np.inf:
+        raise ValueError(f"ridge={ridge} must be finite and not negative")
     s = np.linalg.svd(features, compute_uv=False) ** 2
     s = s[s > 1e-12 * s.max(initial=0.0)]
     return float(np.sum(s / (s + ridge)))
@@ -77,10 +89,18 @@ def pseudo_dimension_sketch(num_parameters: int, num_layers: int, expert_depth: 
 
     A sketch after Warren's bound, up to constants; not proved here. P counts all parameters, not
     the active ones: an expert that no point uses still lets the gate choose.
+
+    Raises:
+        ValueError: if a count is below 1.
     """
-    if min(num_parameters, num_layers, expert_depth) < 1:
-        raise ValueError(
-            f"num_parameters={num_parameters}, num_layers={num_layers} and "
-            f"expert_depth={expert_depth} must be at least 1"
-        )
+    check_count("num_parameters", num_parameters)
+    check_count("num_layers", num_layers)
+    check_count("expert_depth", expert_depth)
     return num_parameters * expert_depth * num_layers * math.log(max(num_parameters, 2))
+
+
+def _fitted(fit: Fit, x: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    values = as_numbers("fit", fit(x, labels))
+    if values.shape != labels.shape:
+        raise ValueError(f"fit gives {values.shape} for labels {labels.shape}")
+    return values

@@ -160,7 +160,8 @@ def _apply_open(layer: SparseMoE, variables: Any, tokens: Array, is_open: Array)
 def _is_tied(gate_logits: np.ndarray, width: float) -> Bool[np.ndarray, " points"]:
     if np.ndim(gate_logits) != 2 or np.shape(gate_logits)[1] < 2 or not len(gate_logits):
         raise ValueError(
-            f"gate_logits {np.shape(gate_logits)} must score at least two experts at a point or more"
+            f"gate_logits {np.shape(gate_logits)} must score at least two experts, at a point "
+            "or more"
         )
     gate_logits = as_numbers("gate_logits", gate_logits)
     if np.any(np.isnan(gate_logits)):

@@ -37,7 +37,7 @@ def check_indices(name: str, index: Any, length: int, bound: int | None = None) 
     """Returns one index a point.
 
     Raises:
-        ValueError: unless they are `length` whole numbers from 0, and below `bound`, if it is given.
+        ValueError: unless they are `length` whole numbers from 0, below `bound` if it is given.
     """
     array = np.asarray(index)
     if array.shape != (length,) or not np.issubdtype(array.dtype, np.integer):
@@ -59,9 +59,11 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
         ValueError: unless it is one, at least `least` and at most `most`, if that is given.
     """
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
-    if not is_whole or value < least or (most is not None and value > most):
-        bound = f"at least {least}" if most is None else f"in [{least}, {most}]"
-        raise ValueError(f"{name}={value!r} must be {bound} and a whole number")
+    if not is_whole:
+        raise ValueError(f"{name}={value!r} must be a whole number")
+    if value < least or (most is not None and value > most):
+        bound = f"must be at least {least}" if most is None else f"is not in [{least}, {most}]"
+        raise ValueError(f"{name}={value} {bound}")
     return int(value)
 
 

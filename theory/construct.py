@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from theory.atlas import Atlas, Charts, chart_coordinates, check_contained, preimages
+from theory.checks import as_numbers, check_count
 from theory.experts import (
     grid_lines,
     hat_weights,
@@ -80,19 +81,19 @@ def chart_moe(
         partition_width: neurons of the fitted partition of unity; by default 16 E.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range, or the target gives something that is not
+            finite.
     """
     dim = atlas.manifold.dim
     if dim not in (1, 2):
         raise ValueError(f"{atlas.manifold.name} has dimension {dim}; expected 1 or 2")
-    least = 1 if dim == 1 else 3
-    if num_segments < least:
-        raise ValueError(f"num_segments={num_segments} must be at least {least} for d={dim}")
+    check_segments(num_segments, dim)
     if gate not in GATES:
         raise ValueError(f"gate={gate!r} is not one of {GATES}")
     partition = None
     if gate == "partition":
         width = 16 * atlas.num_charts if partition_width is None else partition_width
+        check_count("partition_width", width)
         partition = partition_of_unity(key, atlas, width)
         # The charts now serve the whole balls of the partition, not the Voronoi cells alone.
         radius = np.full_like(atlas.low, partition.radius)
@@ -102,33 +103,65 @@ def chart_moe(
     return ChartMoE(network, atlas, values, num_segments)
 
 
+def check_segments(num_segments: int, dim: int) -> int:
+    """Raises ValueError unless a mesh of so many intervals exists: 1, or 3 for dim = 2."""
+    least = 1 if dim == 1 else 3
+    try:
+        return check_count("num_segments", num_segments, least)
+    except ValueError as error:
+        raise ValueError(f"{error} for d={dim}") from None
+
+
 def nodal_values(
     atlas: Atlas, target: Target, num_segments: int
 ) -> Float[np.ndarray, "charts nodes outputs"]:
-    """The target at the mesh nodes of every chart's box; NaN where no point lies over a node."""
+    """The target at the mesh nodes of every chart's box; NaN where no point lies over a node.
+
+    Raises:
+        ValueError: unless the target gives a row of finite numbers a point.
+    """
+    check_count("num_segments", num_segments)
     dim, num_charts = atlas.manifold.dim, atlas.num_charts
     steps = np.arange(num_segments + 1) / num_segments
     unit = np.stack(np.meshgrid(*[steps] * dim, indexing="ij"), axis=-1).reshape(-1, dim)
     coords = atlas.low[:, None] + unit[None] * (atlas.high - atlas.low)[:, None]
     chart = np.repeat(np.arange(num_charts), len(unit))
     params, is_found = preimages(atlas, chart, coords.reshape(-1, dim))
-    values = target(atlas.manifold.native(params[is_found]))
-    if values.ndim != 2 or len(values) != is_found.sum():
+    values = as_numbers("target", target(atlas.manifold.native(params[is_found])))
+    if values.ndim != 2 or len(values) != is_found.sum() or not values.shape[1]:
         raise ValueError(f"target gives {values.shape} for {is_found.sum()} points; expected rows")
+    if not np.all(np.isfinite(values)):
+        bad = np.size(values) - np.isfinite(values).sum()
+        raise ValueError(f"target is not finite in {bad} of {values.size} values at the mesh nodes")
     full = np.full((len(chart), values.shape[1]), np.nan)
     full[is_found] = values
     return full.reshape(num_charts, len(unit), -1)
 
 
-def answer(build: ChartMoE, x: Float[np.ndarray, "points D"]) -> Answer:
+def answer(
+    build: ChartMoE,
+    x: Float[np.ndarray, "points D"],
+    *,
+    batch_size: int = 8192,
+    implementation: str | None = None,
+) -> Answer:
     """What the network says, once every point is known to lie in the mesh of its chart.
 
     The selection is that of the experts' layer, [points, 1].
 
+    Args:
+        build: construction.
+        x: points.
+        batch_size: see `apply_network`.
+        implementation: see `apply_network`: for few points and narrow experts `dense`, which
+            multiplies every point by every expert, starts in a fraction of the time.
+
     Raises:
-        ValueError: if a point's chart does not contain it, or has no value at a node it needs.
+        ValueError: if a point's chart does not contain it, or has no value at a node it needs; or
+            as `apply_network`.
     """
-    result = apply_network(build.network, x)
+    result = apply_network(build.network, x, batch_size=batch_size, implementation=implementation)
+    x = np.asarray(x, np.float64)
     chart = result.selection[:, -1]
     check_contained(build.atlas, x, chart)
     reference = reference_interpolant(build, x, chart)

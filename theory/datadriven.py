@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from theory.atlas import Charts, chart_coordinates, nearest
-from theory.construct import ChartMoE, assemble
+from theory.checks import check_count, check_points, check_positive
+from theory.construct import ChartMoE, assemble, check_segments
 from theory.experts import triangle
 
 
@@ -36,22 +37,26 @@ def fit_charts(
         y: what is observed there.
         dim: d of the charts, 1 or 2.
         num_charts: E.
-        num_segments: mesh intervals across a chart's box.
+        num_segments: mesh intervals across a chart's box, at least 1 (d = 1) or 3 (d = 2).
         ridge: penalty on the squared deviation of nodal values from the cell's linear fit.
         margin: padding of the boxes on each side, in parts of their extent. Points outside a box
             get wrong answers.
 
     Raises:
-        ValueError: if shapes disagree, d is not 1 or 2 or above D, or a cell has too few points.
+        ValueError: if shapes disagree, something is not finite, d is not 1 or 2 or above D, an
+            option is out of range, or a cell has too few points or extends in fewer than d
+            directions.
     """
+    x, y = check_points("x", x), check_points("y", y)
     if len(x) != len(y):
         raise ValueError(f"x {x.shape} and y {y.shape} disagree")
     if dim not in (1, 2) or dim > x.shape[1]:
         raise ValueError(f"dim={dim} is not 1 or 2, or exceeds D={x.shape[1]}")
-    if not ridge > 0:
-        raise ValueError(f"ridge={ridge} must be positive")
-    if not 1 <= num_charts <= len(x):
-        raise ValueError(f"num_charts={num_charts} is not in [1, points={len(x)}]")
+    check_segments(num_segments, dim)
+    ridge = check_positive("ridge", ridge)
+    if not 0 <= margin < np.inf:
+        raise ValueError(f"margin={margin} must be finite and not negative")
+    check_count("num_charts", num_charts, 1, len(x))
     centers, cell = k_means(key, x, num_charts)
     counts = np.bincount(cell, minlength=num_charts)
     if counts.min() <= dim + 1:
@@ -64,6 +69,12 @@ def fit_charts(
     coords = chart_coordinates(Charts(centers, tangents, zero, zero), x, cell)
     low = np.stack([coords[cell == i].min(axis=0) for i in range(num_charts)])
     high = np.stack([coords[cell == i].max(axis=0) for i in range(num_charts)])
+    flat = (high - low).min(axis=1)
+    if not np.all(flat > 1e-9 * np.abs(coords).max()):
+        raise ValueError(
+            f"cell {flat.argmin()} of num_charts={num_charts} extends in fewer than dim={dim} "
+            "directions"
+        )
     pad = margin * (high - low)
     charts = Charts(centers, tangents, low - pad, high + pad)
     mesh = (coords - charts.low[cell]) / (charts.high - charts.low)[cell] * num_segments
@@ -80,11 +91,20 @@ def k_means(
     *,
     num_iterations: int = 50,
 ) -> tuple[Float[np.ndarray, "num D"], Int[np.ndarray, " points"]]:
-    """Lloyd's algorithm from k-means++ centres; returns centres and each point's cell."""
+    """Lloyd's algorithm from k-means++ centres; returns centres and each point's cell.
+
+    Raises:
+        ValueError: if there are fewer than num different points, or something is not finite.
+    """
+    x = check_points("x", x)
+    check_count("num", num, 1, len(x))
+    check_count("num_iterations", num_iterations, 0)
     rng = np.random.default_rng(int(jax.random.randint(key, (), 0, 2**31 - 1)))
     centers = x[rng.integers(len(x), size=1)]
     distance = np.sum((x - centers[0]) ** 2, axis=1)
     for _ in range(num - 1):
+        if not distance.any():
+            raise ValueError(f"x {x.shape} has fewer than num={num} different points")
         pick = rng.choice(len(x), p=distance / distance.sum())
         centers = np.concatenate([centers, x[pick][None]])
         distance = np.minimum(distance, np.sum((x - x[pick]) ** 2, axis=1))
@@ -104,7 +124,15 @@ def k_means(
 def node_features(
     mesh: Float[np.ndarray, "points d"], num_segments: int
 ) -> Float[np.ndarray, "points nodes"]:
-    """Interpolation weights of every node at points in mesh units."""
+    """Interpolation weights of every node at points in mesh units, in [0, segments]^d.
+
+    Raises:
+        ValueError: if points are not finite, or outside the mesh.
+    """
+    mesh = check_points("mesh", mesh, least=0)
+    check_count("num_segments", num_segments)
+    if mesh.shape[1] > 2 or np.any((mesh < -1e-9) | (mesh > num_segments + 1e-9)):
+        raise ValueError(f"mesh {mesh.shape} leaves [0, {num_segments}]^d, d = 1 or 2")
     dim = mesh.shape[1]
     side = num_segments + 1
     features = np.zeros((len(mesh), side**dim))

@@ -153,12 +153,10 @@ def _answers(stack: Stack, params: list[PyTree], x: np.ndarray) -> tuple[np.ndar
     return tuple(map(np.asarray, answers(params, jnp.asarray(x))))
 
 
-def _of_scores(
-    selection: np.ndarray, logits: np.ndarray, answers: np.ndarray
-) -> dict[str, float]:
+def _of_scores(selection: np.ndarray, logits: np.ndarray, answers: np.ndarray) -> dict[str, float]:
     last = selection[-1]
     facts = {
-        "experts_used": len(np.unique(selection[0])),
+        "experts_used": float(len(np.unique(selection[0]))),
         "logit_rank": _rank(logits[0], center=True),
         "answer_rank": _rank(answers.reshape(len(answers), -1)),
     }
@@ -203,7 +201,7 @@ def _of_one_layer(
         return features[np.asarray(jax.random.permutation(key, num))[:size]]
 
     sizes = [size for size in CAPACITIES if size <= num]
-    facts["capacity"] = empirical_capacity(jax.random.key(0), fit, draw, sizes)
+    facts["capacity"] = float(empirical_capacity(jax.random.key(0), fit, draw, sizes))
     few = draw(jax.random.key(1), min(num, 256))
     facts["rademacher"] = rademacher_value(jax.random.key(2), fit, few, 5)
     return facts
@@ -229,7 +227,7 @@ def last_layer_features(
 def _of_paths(selection: np.ndarray, num_experts: int) -> dict[str, float]:
     stats = path_stats(selection, num_experts)
     return {
-        "paths": stats.num_paths,
+        "paths": float(stats.num_paths),
         "joint_perplexity": stats.joint_perplexity,
         "total_correlation": stats.total_correlation,
         "unseen_mass": stats.unseen_mass,

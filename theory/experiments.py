@@ -260,7 +260,7 @@ def _manifold(name: str, dim: int, data: Mapping[str, int]) -> Callable[[], Prob
     return cache(partial(manifold_problem, jax.random.key(1), name, dim, **data))
 
 
-def matched(stack: Stack, same: str, **shape: int) -> Stack:
+def matched(stack: Stack, same: str, **shape: Any) -> Stack:
     """Another shape, its experts as wide as the stack's `active` or `total` parameters allow."""
     wanted = stack.active_parameters if same == "active" else stack.total_parameters
     return _fitted_width(dataclasses.replace(stack, **shape), wanted, same)

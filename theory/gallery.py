@@ -2,8 +2,8 @@
 
 python -m theory.gallery --output=theory/gallery
 
-The constructions are built and measured anew, in about a minute; the learned experiments are drawn
-from their recorded results, benchmarks/results/theory_*.json.
+The constructions are built and measured anew, in one to two minutes; the learned experiments are
+drawn from their recorded results, benchmarks/results/theory_*.json.
 """
 
 import json
@@ -21,12 +21,21 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
 
 from moe_jax.training.rates import fit_rate  # noqa: E402
-from theory.atlas import Atlas, nearest, regular_centers, voronoi_atlas  # noqa: E402
+from theory.atlas import (  # noqa: E402
+    Atlas,
+    chart_coordinates,
+    nearest,
+    regular_centers,
+    voronoi_atlas,
+)
+from theory.capacity import degrees_of_freedom  # noqa: E402
 from theory.construct import Target, chart_moe, reference_interpolant  # noqa: E402
-from theory.manifolds import circle, draw_uniform, embed_isometric, sphere  # noqa: E402
+from theory.datadriven import fit_charts, node_features  # noqa: E402
+from theory.manifolds import Manifold, circle, draw_uniform, embed_isometric, sphere  # noqa: E402
 from theory.network import apply_network  # noqa: E402
+from theory.partition import bumps, misassigned, partition_of_unity  # noqa: E402
 from theory.paths import path_stats  # noqa: E402
-from theory.plots import draw_experiment  # noqa: E402
+from theory.plots import draw_experiment, draw_maps  # noqa: E402
 from theory.product_grid import (  # noqa: E402
     one_layer_floor,
     one_layer_gate,
@@ -50,12 +59,18 @@ def draw_gallery(folder: Path, results: Path = RESULTS) -> list[Path]:
         ("partitions", draw_partitions),
         ("paths", draw_paths),
         ("floor", draw_floor),
+        ("routing", draw_routing),
+        ("datadriven", draw_datadriven),
     ):
         drawn.append(folder / f"{name}.png")
         draw(drawn[-1])
     for path in sorted(results.glob("theory_*.json")):
-        drawn.append(folder / f"{path.stem.removeprefix('theory_')}.png")
-        draw_experiment(json.loads(path.read_text()), drawn[-1])
+        results, name = json.loads(path.read_text()), path.stem.removeprefix("theory_")
+        drawn.append(folder / f"{name}.png")
+        draw_experiment(results, drawn[-1])
+        if any("map" in run for run in results["runs"].values()):
+            drawn.append(folder / f"{name}_trained.png")
+            draw_maps(results, drawn[-1])
     return drawn
 
 
@@ -230,6 +245,139 @@ def draw_floor(path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_routing(path: Path) -> None:
+    """Neurons that a fitted partition of unity takes, to route and to be within 1 / (2 E)."""
+    widths = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    figure, axes = plt.subplots(figsize=(7.6, 5.4), layout="constrained")
+    cases = (
+        ("circle", circle(), [("circle", num) for num in (4, 8, 16, 32)], "C0"),
+        (
+            "sphere",
+            sphere(),
+            [("octahedron", 0), ("icosahedron", 0), ("fibonacci", 24), ("fibonacci", 48)],
+            "C1",
+        ),
+    )
+    for name, manifold, centers, color in cases:
+        atlases = [
+            voronoi_atlas(KEY, manifold, center_params=regular_centers(*each), num_sample=5000)
+            for each in centers
+        ]
+        needs = np.array([_needed_widths(manifold, atlas, widths) for atlas in atlases], float)
+        counts = [atlas.num_charts for atlas in atlases]
+        for column, marker, text in (
+            (0, "o", "no point of 4000 misassigned"),
+            (1, "^", "sup error below 1 / (2 E)"),
+        ):
+            axes.plot(
+                counts, needs[:, column], marker=marker, color=color, linewidth=1,
+                markerfacecolor=color if marker == "o" else "none", label=f"{name}: {text}",
+            )  # fmt: skip
+    line = np.array([4.0, 48.0])
+    axes.plot(line, 16 * line, color="0.3", linewidth=1, linestyle="--", label="16 E")
+    axes.plot(line, 2 * line**2, color="0.3", linewidth=1, linestyle=":", label="2 E²")
+    axes.axhline(2 * widths[-1], color="0.6", linewidth=0.7)
+    axes.text(4, 2 * widths[-1] * 1.05, f"not reached with {widths[-1]}", fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks([4, 8, 16, 32, 48], ["4", "8", "16", "32", "48"])
+    axes.set_xlabel("charts E")
+    axes.set_ylabel("neurons of the fitted partition of unity")
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _needed_widths(manifold: Manifold, atlas: Atlas, widths: Sequence[int]) -> tuple[int, int]:
+    """Least of the widths that misassigns nothing, and that is close; twice the largest if none.
+
+    The worse of two draws of features.
+    """
+    x = manifold.embed(manifold.sample_params(jax.random.key(7), 4000))
+    routes, is_close = [], []
+    for width in widths:
+        draws = [
+            partition_of_unity(jax.random.key(seed), atlas, width, num_sample=3000)
+            for seed in (0, 1)
+        ]
+        astray, gap = 0.0, 0.0
+        for partition in draws:
+            rho = partition(x)
+            chosen = np.argmax(rho, axis=1)
+            astray += misassigned(x, chosen, atlas.centers, partition.radius)
+            gap = max(gap, float(np.abs(rho - bumps(x, atlas.centers, partition.radius)).max()))
+        routes.append(astray == 0)
+        is_close.append(gap < 0.5 / atlas.num_charts)
+    none = 2 * widths[-1]
+    found = [
+        next((w for w, is_so in zip(widths, each, strict=True) if is_so), none)
+        for each in (routes, is_close)
+    ]
+    return found[0], found[1]
+
+
+def draw_datadriven(path: Path) -> None:
+    """Error of the data-driven mixture against the mesh, and what the training data say of it."""
+    manifold = embed_isometric(jax.random.key(2), sphere(), 10)
+    target, segments = waves(3.0, 2.0), (3, 4, 6, 8, 10, 12, 16)
+
+    def observed(key: int, num: int) -> tuple[np.ndarray, np.ndarray]:
+        params = manifold.sample_params(jax.random.key(key), num)
+        return manifold.embed(params), target(manifold.native(params))
+
+    x, clean = observed(0, 8000)
+    fresh, truth = observed(9, 4000)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for i, noise in enumerate((0.0, 0.1)):
+        y = clean + noise * np.random.default_rng(0).normal(size=clean.shape)
+        rows = []
+        for num in segments:
+            build = fit_charts(KEY, x, y, dim=2, num_charts=16, num_segments=num)
+            charts = build.atlas
+            chart = nearest(x, charts.centers)
+            extent = (charts.high - charts.low)[chart]
+            mesh = (chart_coordinates(charts, x, chart) - charts.low[chart]) / extent * num
+            freedom = sum(
+                degrees_of_freedom(node_features(mesh[chart == e], num), 1e-3) for e in range(16)
+            )
+            residual = reference_interpolant(build, x, chart) - y
+            crossed = np.mean(residual**2) / (1 - freedom / len(x)) ** 2
+            gap = np.abs(
+                reference_interpolant(build, fresh, nearest(fresh, charts.centers)) - truth
+            )
+            rows.append((np.sqrt(np.mean(gap**2)), gap.max(), np.sqrt(crossed), freedom))
+        rmse, sup, crossed, freedom = np.array(rows).T
+        name = f"noise {noise:g}"
+        left.plot(segments, rmse, "o-", color=f"C{i}", label=f"{name}: root mean square error")
+        left.plot(segments, sup, "^:", color=f"C{i}", label=f"{name}: largest error")
+        right.plot(
+            segments, crossed, "s-", color=f"C{i}", label=f"{name}: generalised cross-validation"
+        )
+        best = segments[int(np.argmin(rmse))], segments[int(np.argmin(crossed))]
+        left.axvline(best[0], color=f"C{i}", linewidth=0.7)
+        right.axvline(best[1], color=f"C{i}", linewidth=0.7)
+    twin = right.twinx()
+    twin.plot(segments, freedom / len(x), "x--", color="0.3", label="degrees of freedom a point")
+    twin.set_ylabel("degrees of freedom / points")
+    left.set_title("on fresh points, without noise (line: least)", fontsize=10)
+    right.set_title("from the training data alone (line: least)", fontsize=10)
+    left.set_ylabel("error")
+    right.set_ylabel("predicted error of an observation")
+    for axes in (left, right):
+        axes.set_yscale("log")
+        axes.set_xticks(segments)
+        axes.set_xlabel("mesh intervals n across a chart, 16 charts, 8000 points of the sphere")
+        axes.grid(alpha=0.3, which="both", linewidth=0.5)
+    left.legend(fontsize=8)
+    handles = [each.get_legend_handles_labels() for each in (right, twin)]
+    right.legend(
+        handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], fontsize=8, loc="center left"
+    )
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from theory.atlas import Atlas
+from theory.checks import check_count
 from theory.construct import ChartMoE, Target, answer, chart_moe, nodal_values, pad_network
 
 
@@ -79,9 +80,14 @@ def interval_bound(
 
     g'' from second differences on `num_fine` intervals a chart; over the boxes, which are a little
     larger than the cells.
+
+    Raises:
+        ValueError: unless charts have dimension 1, there is a segment and 2 fine intervals.
     """
     if atlas.dim != 1:
         raise ValueError(f"charts have dimension {atlas.dim}; expected 1")
+    check_count("num_segments", num_segments)
+    check_count("num_fine", num_fine, 2)
     fine = nodal_values(atlas, target, num_fine)
     spacing = (atlas.high - atlas.low) / num_fine
     curvature = np.abs(np.diff(fine, n=2, axis=1)) / spacing[:, :, None] ** 2

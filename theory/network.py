@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core import SparseMoE
+from theory.checks import check_count, check_points
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +66,10 @@ def moe_layer(
     Raises:
         ValueError: if the shapes disagree.
     """
-    num_experts, model_dim, hidden_dim = up.shape
-    if kernel.shape != (model_dim, num_experts) or down.shape != (
-        num_experts,
-        hidden_dim,
-        model_dim,
+    num_experts, model_dim, hidden_dim = up.shape if np.ndim(up) == 3 else (0, 0, 0)
+    if not num_experts or (
+        (kernel.shape, down.shape)
+        != ((model_dim, num_experts), (num_experts, hidden_dim, model_dim))
     ):
         raise ValueError(
             f"kernel {kernel.shape}, up {up.shape} and down {down.shape} disagree: expected "
@@ -89,7 +89,12 @@ def moe_layer(
 
 
 def lift(x: Float[np.ndarray, "points D"], model_dim: int) -> Float[np.ndarray, "points model"]:
-    """Tokens (1, x, 0..0)."""
+    """Tokens (1, x, 0..0).
+
+    Raises:
+        ValueError: if the points have too many entries, or something is not finite.
+    """
+    x = check_points("x", x)
     if x.shape[1] + 1 > model_dim:
         raise ValueError(f"x {x.shape} does not fit tokens of model_dim={model_dim}")
     tokens = np.zeros((len(x), model_dim))
@@ -115,10 +120,13 @@ def apply_network(
             compiles fastest and suits small layers.
 
     Raises:
-        ValueError: if the points are not of the network's dimension.
+        ValueError: if there is no point, or points are not finite or not of the network's
+            dimension.
     """
-    if x.shape[1] != network.input_dim:
-        raise ValueError(f"x {x.shape} does not fit input_dim={network.input_dim}")
+    check_count("batch_size", batch_size)
+    if np.ndim(x) != 2 or np.shape(x)[1] != network.input_dim:
+        raise ValueError(f"x {np.shape(x)} does not fit input_dim={network.input_dim}")
+    x = check_points("x", x)
     size = min(batch_size, len(x))
     answers, selections = [], []
     with jax.enable_x64(True):

@@ -4,7 +4,7 @@ rho_i(x) = b(|x - c_i| / r) / sum_j b(|x - c_j| / r),  b(s) = exp(-1 / (1 - s^2)
 
 Derived: sum_i rho_i = 1 gives max_i rho_i >= 1 / E, so an approximation with sup error below
 1 / (2 E) already has its largest entry at an i with rho_i(x) > 0, that is, at a chart that contains
-x. Sufficient, not necessary: the experiment `routing` measures how much less will do.
+x. Sufficient, not necessary: the figure `routing` of `theory.gallery` shows how much less will do.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from theory.atlas import Atlas
+from theory.checks import check_count, check_indices, check_points, check_positive
 from theory.manifolds import draw_normal, draw_uniform
 
 
@@ -38,7 +39,12 @@ class Partition:
     radius: float
 
     def __call__(self, x: Float[np.ndarray, "points D"]) -> Float[np.ndarray, "points charts"]:
-        """Returns rho~ at the points."""
+        """Returns rho~ at the points.
+
+        Raises:
+            ValueError: for points of another dimension, or not finite.
+        """
+        x = check_points("x", x, len(self.weights), least=0)
         hidden = np.maximum(x @ self.weights + self.bias, 0.0)
         return hidden @ self.out + x @ self.linear + self.constant
 
@@ -49,8 +55,11 @@ def bumps(
     """The exact rho_i.
 
     Raises:
-        ValueError: if a point lies in no ball.
+        ValueError: if a point lies in no ball, shapes disagree or something is not finite.
     """
+    centers = check_points("centers", centers)
+    x = check_points("x", x, centers.shape[1], least=0)
+    radius = check_positive("radius", radius)
     square = np.sum(x**2, axis=1)[:, None] - 2 * x @ centers.T + np.sum(centers**2, axis=1)[None, :]
     gap = 1 - square / radius**2
     bump = np.where(gap > 0, np.exp(-1 / np.maximum(gap, 1e-300)), 0.0)
@@ -80,12 +89,12 @@ def partition_of_unity(
         num_sample: points of the fit.
 
     Raises:
-        ValueError: if width is below 1 or overlap not above 1.
+        ValueError: if width or num_sample is below 1 or overlap not above 1.
     """
-    if width < 1:
-        raise ValueError(f"width={width} must be at least 1")
-    if not overlap > 1:
-        raise ValueError(f"overlap={overlap} must be above 1")
+    check_count("width", width)
+    check_count("num_sample", num_sample)
+    if not 1 < overlap < np.inf:
+        raise ValueError(f"overlap={overlap} must be above 1 and finite")
     sample_key, weight_key, bias_key = jax.random.split(key, 3)
     x = atlas.manifold.embed(atlas.manifold.sample_params(sample_key, num_sample))
     distance = np.sqrt(_nearest_square(x, atlas.centers))
@@ -122,11 +131,18 @@ def misassigned(
     centers: Float[np.ndarray, "charts D"],
     radius: float,
 ) -> float:
-    """Share of the points sent to a chart whose ball does not contain them; NaN is in none."""
-    if not radius > 0:
-        raise ValueError(f"radius={radius} must be positive")
-    if selection.shape != x.shape[:1]:
-        raise ValueError(f"selection {selection.shape} disagrees with x {x.shape}")
+    """Share of the points sent to a chart whose ball does not contain them; NaN is in none.
+
+    Raises:
+        ValueError: if shapes disagree, there is no point, a chart does not exist or the radius is
+            not positive.
+    """
+    radius = check_positive("radius", radius)
+    centers = check_points("centers", centers)
+    x = check_points("x", x, centers.shape[1], finite=False)
+    if np.shape(selection) != x.shape[:1]:
+        raise ValueError(f"selection {np.shape(selection)} disagrees with x {x.shape}")
+    selection = check_indices("selection", selection, len(x), len(centers))
     distance = np.linalg.norm(x - centers[selection], axis=1)
     return float(np.mean(~(distance < radius)))
 

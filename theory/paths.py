@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float, Int
 
-from theory.product_grid import check_pieces
+from theory.checks import check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +40,21 @@ def encode_paths(
     """Number of each path, the choices as digits in base E, the first layer the most significant.
 
     Raises:
-        ValueError: if E^L is 2^63 or more, or a choice is not in [0, E).
+        ValueError: if E^L is 2^63 or more, a choice is not in [0, E), or choices are not whole
+            numbers, a row a point.
     """
+    selection = np.asarray(selection)
+    if selection.ndim != 2 or not np.issubdtype(selection.dtype, np.integer):
+        raise ValueError(
+            f"selection {selection.dtype}{selection.shape} must be whole numbers [points, layers]"
+        )
     num_layers = selection.shape[1]
-    if num_experts < 1 or num_layers < 1:
-        raise ValueError(f"num_experts={num_experts}, layers={num_layers} must be at least 1")
-    check_pieces(num_experts, num_layers)
+    check_count("num_experts", num_experts)
+    check_count("layers", num_layers)
+    if num_experts ** min(num_layers, 63) >= 2**63 or (num_experts > 1 and num_layers > 63):
+        raise ValueError(
+            f"num_experts={num_experts} to the power layers={num_layers} is not below 2^63"
+        )
     if selection.size and not 0 <= selection.min() <= selection.max() < num_experts:
         raise ValueError(
             f"selection holds {selection.min()} to {selection.max()}; expected [0, {num_experts})"
@@ -60,9 +69,11 @@ def path_stats(selection: Int[np.ndarray, "points layers"], num_experts: int) ->
     Raises:
         ValueError: see `encode_paths`; or if there is no point.
     """
+    number = encode_paths(selection, num_experts)
+    selection = np.asarray(selection)
     if not len(selection):
         raise ValueError(f"selection {selection.shape} holds no point")
-    _, counts = np.unique(encode_paths(selection, num_experts), return_counts=True)
+    _, counts = np.unique(number, return_counts=True)
     num_points, num_layers = selection.shape
     layers = np.array(
         [_entropy(np.bincount(column, minlength=num_experts)) for column in selection.T]

@@ -14,15 +14,17 @@ from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen
 from theory.evaluation import SYMBOLS  # noqa: E402
 from theory.problems import RING_RADII, cell_of  # noqa: E402
 
-# What each experiment shows: abscissa, what tells the curves apart, the panels' quantities.
-SHAPES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "dimension": ("D", ("manifold", "weighting"), ("mse", "hard_mse")),
-    "experts": ("E", ("weighting",), ("mse", "hard_mse")),
-    "gates": ("gate", ("partition", "weighting", "matched"), ("purity", "hard_mse")),
-    "depth": ("shape", ("cells", "matched"), ("hard_mse", "hard_sup", "paths")),
-    "encoders": ("code", ("weight", "matched"), ("hard_mse", "hard_sup")),
-    "sharing": ("k", ("shared",), ("mse", "sup")),
+# What each experiment shows: abscissa, what has a row of panels for each of its values (or None),
+# what tells the curves apart, the panels' quantities.
+SHAPES: dict[str, tuple[str, str | None, tuple[str, ...], tuple[str, ...]]] = {
+    "dimension": ("D", "manifold", ("weighting",), ("mse", "sup", "hard_mse")),
+    "experts": ("E", None, ("weighting",), ("mse", "hard_mse")),
+    "gates": ("gate", None, ("partition", "weighting", "matched"), ("purity", "hard_mse")),
+    "depth": ("shape", "cells", ("matched",), ("hard_mse", "hard_sup", "paths")),
+    "encoders": ("code", None, ("weight", "matched"), ("hard_mse", "hard_sup")),
+    "sharing": ("k", None, ("shared",), ("mse", "sup")),
 }
+_SHAPE_ORDER = ("1 x E", "1 x 2E", "1 x E²", "2 x E", "3 x E")
 LABELS = {
     "D": "ambient dimension D",
     "E": "experts E, each of the same width",
@@ -42,20 +44,27 @@ _MARKERS = "os^Dv<>PX*"
 
 def draw_experiment(results: Mapping[str, Any], path: Path) -> None:
     """Draws medians over seeds with bars from the least to the largest, a panel a quantity."""
-    abscissa, grouping, quantities = SHAPES[results["config"]["experiment"]]
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    abscissa, split, grouping, quantities = SHAPES[results["config"]["experiment"]]
+    rows: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for run in results["runs"].values():
         facts = run["facts"]
+        row = "" if split is None else _group_label(split, facts[split])
         label = ", ".join(_group_label(name, facts[name]) for name in grouping)
-        groups.setdefault(label, []).append(run)
-    figure, panels = plt.subplots(
-        1, len(quantities), figsize=(5.4 * len(quantities), 4.6), layout="constrained"
+        rows.setdefault(row, {}).setdefault(label, []).append(run)
+    figure, grid = plt.subplots(
+        len(rows),
+        len(quantities),
+        figsize=(5.2 * len(quantities), 0.6 + 4.0 * len(rows)),
+        layout="constrained",
+        squeeze=False,
     )
-    for axes, quantity in zip(panels, quantities, strict=True):
-        _draw_panel(axes, groups, abscissa, quantity)
+    for panels, (row, groups) in zip(grid, rows.items(), strict=True):
+        for axes, quantity in zip(panels, quantities, strict=True):
+            _draw_panel(axes, groups, abscissa, quantity)
+            axes.set_title(row, fontsize=10)
     num_seeds = results["config"]["train"]["num_seeds"]
     figure.suptitle(f"medians of {num_seeds} seeds; bars from the least to the largest", fontsize=9)
-    handles, labels = panels[0].get_legend_handles_labels()
+    handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -75,17 +84,16 @@ def draw_maps(results: Mapping[str, Any], path: Path) -> None:
     colors = plt.get_cmap("tab20")(np.arange(len(SYMBOLS)) % 20)
     for axes in grid.flat:
         axes.set_axis_off()
-    for axes, (name, run) in zip(grid.flat, runs.items(), strict=False):
+    for axes, run in zip(grid.flat, runs.values(), strict=False):
         facts = run["facts"]
         number = np.array([[SYMBOLS.index(symbol) for symbol in row] for row in run["map"]])
-        axes.imshow(
-            colors[number], origin="lower", extent=(-1, 1, -1, 1), interpolation="nearest"
-        )
+        axes.imshow(colors[number], origin="lower", extent=(-1, 1, -1, 1), interpolation="nearest")
         _draw_jumps(axes, facts.get("partition", "cells"), facts.get("cells", 3))
-        if facts["experts"] if "experts" in facts else 0:
+        if "experts" in facts:
             used = f"{_quantile(run['paths'], 0.5):g} paths" if "paths" in run else "one layer"
             same = "" if facts["matched"] == "reference" else f", same {facts['matched']}"
-            title = f"{facts['layers']} x {facts['experts']}{same}\n{used}"
+            pieces = facts["cells"] ** 2
+            title = f"{facts['layers']} x {facts['experts']}{same}\n{used}, {pieces} pieces"
         else:
             gate = facts["gate"].replace("_", " ")
             title = (
@@ -142,7 +150,7 @@ def _draw_panel(
     names = list(dict.fromkeys(_place(run["facts"], abscissa) for run in every))
     is_named = isinstance(names[0], str)
     if is_named:
-        names.sort()
+        names.sort(key=lambda name: (*_SHAPE_ORDER, name).index(name))
     is_log = abscissa in ("D", "E", "k")
     for i, (label, runs) in enumerate(groups.items()):
         runs = [run for run in runs if quantity in run]
@@ -173,6 +181,9 @@ def _draw_panel(
         axes.minorticks_off()
     if quantity == "purity":
         axes.set_ylim(0, 1.05)
+    elif quantity == "paths":
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        axes.set_ylim(bottom=0)
     else:
         axes.set_yscale("log")
     _draw_levels(axes, every, quantity)

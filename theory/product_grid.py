@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from theory.checks import check_count, check_points
 from theory.manifolds import draw_uniform
 from theory.network import Network, moe_layer
 
@@ -31,7 +32,7 @@ MAX_PIECES = 2**63
 
 @dataclasses.dataclass(frozen=True)
 class ProductGrid:
-    """A target on [0, E]^L.
+    """A target on [0, E]^L; a face between two cubes belongs to the one below.
 
     Attributes:
         values: float64[L, E, segments + 1], f_l at the equidistant knots of each unit interval,
@@ -56,7 +57,11 @@ class ProductGrid:
         return np.abs(self.values[:, 1:, 0] - self.values[:, :-1, -1])
 
     def __call__(self, x: Float[np.ndarray, "points L"]) -> Float[np.ndarray, "points L"]:
-        """Returns f; a face belongs to the interval above it."""
+        """Returns f.
+
+        Raises:
+            ValueError: for points of another dimension or outside the cube.
+        """
         cell = self.cells(x)
         segments = self.values.shape[2] - 1
         t = (x - cell) * segments
@@ -66,10 +71,20 @@ class ProductGrid:
         return low + (t - left) * (high - low)
 
     def cells(self, x: Float[np.ndarray, "points L"]) -> Int[np.ndarray, "points L"]:
-        """Index of the unit interval on each axis."""
-        if x.shape[1] != self.num_layers:
-            raise ValueError(f"x {x.shape} disagrees with num_layers={self.num_layers}")
-        return np.clip(np.floor(x).astype(int), 0, self.num_cells - 1)
+        """Index of the unit interval on each axis.
+
+        Raises:
+            ValueError: for points of another dimension or outside the cube.
+        """
+        if np.ndim(x) != 2 or np.shape(x)[1] != self.num_layers:
+            raise ValueError(f"x {np.shape(x)} disagrees with num_layers={self.num_layers}")
+        x = check_points("x", x, least=0)
+        outside = ((x < 0) | (x > self.num_cells)).any(axis=1)
+        if outside.any():
+            raise ValueError(
+                f"x holds {x[outside][0]}, which is outside [0, {self.num_cells}]^{self.num_layers}"
+            )
+        return np.clip(np.ceil(x).astype(int) - 1, 0, self.num_cells - 1)
 
 
 def product_grid(
@@ -83,15 +98,12 @@ def product_grid(
     """Random piecewise-linear functions with a jump of at least `min_jump` at every face.
 
     Raises:
-        ValueError: if a count is below 1, or there are 2^63 pieces or more.
+        ValueError: if a count is below 1, the jump negative or not finite, or there are 2^63 pieces
+            or more.
     """
-    for name, value in (
-        ("num_cells", num_cells),
-        ("num_layers", num_layers),
-        ("num_segments", num_segments),
-    ):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    check_count("num_segments", num_segments)
+    if not 0 <= min_jump < np.inf:
+        raise ValueError(f"min_jump={min_jump} must be finite and not negative")
     check_pieces(num_cells, num_layers)
     value_key, jump_key = jax.random.split(key)
     values = draw_uniform(value_key, (num_layers, num_cells, num_segments + 1), -1.0, 1.0)
@@ -104,7 +116,15 @@ def product_grid(
 
 
 def check_pieces(num_cells: int, num_layers: int) -> None:
-    """Raises ValueError if E^L is 2^63 or more, past which pieces have no int64 number."""
+    """Raises ValueError if E^L is 2^63 or more, past which pieces have no int64 number.
+
+    Also if either is not a whole number of at least 1.
+    """
+    num_cells = check_count("num_cells", num_cells)
+    num_layers = check_count("num_layers", num_layers)
+    # From 2 cells on 64 layers are too many; the power itself could take for ever.
+    if num_cells > 1 and num_layers > 63:
+        num_layers = 63
     if num_cells**num_layers >= MAX_PIECES:
         raise ValueError(
             f"num_cells={num_cells} to the power num_layers={num_layers} is not below 2^63"
@@ -112,7 +132,12 @@ def check_pieces(num_cells: int, num_layers: int) -> None:
 
 
 def product_grid_moe(target: ProductGrid) -> Network:
-    """The L layers of E experts, 2 (L - 1) + segments + 1 neurons each, that equal the target."""
+    """The L layers of E experts, 2 (L - 1) + segments + 1 neurons each, that equal the target.
+
+    On the faces too, where gates tie and the expert of the lower number answers. Within a few
+    roundings of a face, about E 1e-16, the neighbour across it may answer. Outside the cube the
+    outermost pieces go on.
+    """
     num_layers, num_cells, num_knots = target.values.shape
     segments = num_knots - 1
     model_dim = num_layers + 1
@@ -166,8 +191,9 @@ def one_layer_floor(
     """Sup error that no continuous experts behind this affine gate can go below.
 
     Half the largest jump at a face that two of the points with the same selected set lie on
-    different sides of. A lower bound: more points may show more. Points within 1e-9 of a tie are
-    left out, for they lie on the border of their cell.
+    different sides of. A lower bound: more points may show more, and 0 says that these show none.
+    Points within 1e-9 of a tie are left out, for they lie on the border of their cell; but experts
+    with the same scores everywhere have no border between them, and the first of them is chosen.
 
     Args:
         kernel: gate on (1, x).
@@ -176,25 +202,28 @@ def one_layer_floor(
         num_selected: K of the gate.
 
     Raises:
-        ValueError: if the shapes disagree or K exceeds the experts.
+        ValueError: if the shapes disagree, something is not finite, a point is outside the cube,
+            K exceeds the experts, or every point lies on a border.
     """
+    kernel = check_points("kernel", kernel)
+    x = check_points("x", x, target.num_layers)
     num_layers, num_experts = target.num_layers, kernel.shape[1]
     if kernel.shape[0] != num_layers + 1:
         raise ValueError(f"kernel {kernel.shape} disagrees with num_layers={num_layers}")
-    if not 1 <= num_selected <= num_experts:
+    check_count("num_selected", num_selected)
+    if num_selected > num_experts:
         raise ValueError(f"num_selected={num_selected} is not in [1, num_experts={num_experts}]")
     logits = kernel[0] + x @ kernel[1:]
-    order = np.argsort(-logits, axis=1)
+    order = np.argsort(-logits, axis=1, kind="stable")
     chosen = np.sort(order[:, :num_selected], axis=1)
-    cell = target.cells(x)
-    if num_selected < num_experts:
-        edge = np.take_along_axis(logits, order[:, num_selected - 1 : num_selected + 1], axis=1)
-        inside = edge[:, 0] - edge[:, 1] > 1e-9 * np.maximum(1.0, np.abs(edge[:, 0]))
-        chosen, cell = chosen[inside], cell[inside]
+    inside = ~_on_border(kernel, logits, chosen)
+    if not inside.any():
+        raise ValueError(f"kernel {kernel.shape} ties at each of the {len(x)} points x")
+    chosen, cell = chosen[inside], target.cells(x)[inside]
     floor = 0.0
     _, group = np.unique(chosen, axis=0, return_inverse=True)
     group = group.reshape(-1)
-    num_groups = int(group.max(initial=-1)) + 1
+    num_groups = int(group.max()) + 1
     low = np.full((num_groups, num_layers), target.num_cells)
     high = np.zeros((num_groups, num_layers), int)
     np.minimum.at(low, group, cell)
@@ -205,6 +234,19 @@ def one_layer_floor(
     return floor
 
 
+def _on_border(kernel: np.ndarray, logits: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Whether an expert left out ties with one chosen whose scores differ elsewhere."""
+    _, kind = np.unique(kernel, axis=1, return_inverse=True)
+    kind = np.broadcast_to(kind.reshape(-1), logits.shape)
+    is_chosen = np.zeros(logits.shape, bool)
+    np.put_along_axis(is_chosen, chosen, True, axis=1)
+    least = np.where(is_chosen, logits, np.inf).min(axis=1, keepdims=True)
+    near = np.abs(logits - least) <= 1e-9 * np.maximum(1.0, np.abs(least))
+    lowest = np.where(near, kind, kernel.shape[1]).min(axis=1)
+    highest = np.where(near, kind, -1).max(axis=1)
+    return (near & ~is_chosen).any(axis=1) & (lowest != highest)
+
+
 def least_experts(num_cells: int, num_layers: int, num_selected: int = 1) -> int:
     """Least N with C(N, k) >= E^L: fewer experts in one layer cannot be exact.
 
@@ -212,8 +254,7 @@ def least_experts(num_cells: int, num_layers: int, num_selected: int = 1) -> int
         ValueError: if num_selected is less than 1, or see `check_pieces`.
     """
     check_pieces(num_cells, num_layers)
-    if num_selected < 1:
-        raise ValueError(f"num_selected={num_selected} must be at least 1")
+    check_count("num_selected", num_selected)
     pieces = num_cells**num_layers
     # C(N, k) >= N - k + 1, so that no more than this is needed.
     low, high = num_selected, pieces + num_selected - 1
@@ -228,7 +269,13 @@ def least_experts(num_cells: int, num_layers: int, num_selected: int = 1) -> int
 def cube_points(
     key: Key[Array, ""], num_cells: int, num_layers: int, per_cube: int
 ) -> Float[np.ndarray, "points L"]:
-    """The same number of uniform points in the interior of each cube."""
+    """The same number of uniform points in the interior of each cube.
+
+    Raises:
+        ValueError: if per_cube is less than 1, or see `check_pieces`.
+    """
+    check_pieces(num_cells, num_layers)
+    check_count("per_cube", per_cube)
     grids = np.meshgrid(*[np.arange(num_cells)] * num_layers, indexing="ij")
     corner = np.stack([grid.ravel() for grid in grids], axis=1)
     inner = draw_uniform(key, (len(corner), per_cube, num_layers), 1e-6, 1 - 1e-6)

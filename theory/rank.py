@@ -39,7 +39,9 @@ def effective_rank(
         matrix = matrix - matrix[:1]
         matrix = matrix - matrix.mean(axis=0, keepdims=True)
         if np.abs(matrix).max() <= 1e-15 * len(matrix):
-            raise ValueError(f"matrix of {len(matrix)} rows that are equal has no rank once centred")
+            raise ValueError(
+                f"matrix of {len(matrix)} rows that are equal has no rank once centred"
+            )
     s = np.linalg.svd(matrix, compute_uv=False)
     share = s / s.sum()
     share = share[share > 0]

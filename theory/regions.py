@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from theory.checks import check_count, check_points
 from theory.network import Network, lift
 
 _TOLERANCE = 1e-11
@@ -46,8 +47,12 @@ def linear_regions_on_segment(
             `max_events` events.
     """
     for name, point in (("start", start), ("end", end)):
-        if point.shape != (network.input_dim,):
-            raise ValueError(f"{name} {point.shape} disagrees with input_dim={network.input_dim}")
+        if np.shape(point) != (network.input_dim,):
+            raise ValueError(
+                f"{name} {np.shape(point)} disagrees with input_dim={network.input_dim}"
+            )
+        check_points(name, np.reshape(point, (1, -1)))
+    check_count("max_events", max_events)
     if np.array_equal(start, end):
         raise ValueError("start and end are the same point")
     origin, far = lift(np.stack([start, end]), network.model_dim)
@@ -79,7 +84,13 @@ def grid_patterns(
     """Number of the activation and routing pattern at each point, in order of appearance.
 
     The count of distinct ones is a lower bound on the regions that the points' hull meets.
+
+    Raises:
+        ValueError: if there is no point, or points are not finite or not of the network's
+            dimension.
     """
+    if np.ndim(points) != 2 or np.shape(points)[1] != network.input_dim:
+        raise ValueError(f"points {np.shape(points)} do not fit input_dim={network.input_dim}")
     tokens = lift(points, network.model_dim)
     parts = []
     for variables in network.params:
@@ -100,12 +111,24 @@ def grid_patterns(
 
 
 def region_bound(width: int, dim: int) -> int:
-    """Most regions into which `width` hyperplanes cut R^dim: sum_{j <= dim} C(width, j)."""
+    """Most regions into which `width` hyperplanes cut R^dim: sum_{j <= dim} C(width, j).
+
+    Raises:
+        ValueError: if either is negative.
+    """
+    check_count("width", width, 0)
+    check_count("dim", dim, 0)
     return sum(math.comb(width, j) for j in range(min(dim, width) + 1))
 
 
 def selected_set_bound(num_experts: int, num_selected: int) -> int:
-    """Most cells of a top-k gate: C(N, k) selected sets."""
+    """Most cells of a top-k gate: C(N, k) selected sets.
+
+    Raises:
+        ValueError: if there is no expert, or k is not in [1, N].
+    """
+    check_count("num_experts", num_experts)
+    check_count("num_selected", num_selected, 1, num_experts)
     return math.comb(num_experts, num_selected)
 
 

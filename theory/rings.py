@@ -16,11 +16,17 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from theory.checks import check_count, check_points, check_positive
 from theory.network import Network, moe_layer
+from theory.targets import check_radii
 
 
 def quadratic_gate(radii: Sequence[float]) -> Network:
-    """K + 1 experts behind a gate that is linear in |x|^2: takes (x_1, x_2, |x|^2) and is exact."""
+    """K + 1 experts behind a gate that is linear in |x|^2: takes (x_1, x_2, |x|^2) and is exact.
+
+    Raises:
+        ValueError: unless radii are finite, positive and increase.
+    """
     breaks = _breaks(radii)
     model_dim = 4
     kernel = np.zeros((model_dim, len(radii) + 1))
@@ -32,7 +38,12 @@ def quadratic_gate(radii: Sequence[float]) -> Network:
 
 
 def with_square(x: Float[np.ndarray, "points 2"]) -> Float[np.ndarray, "points 3"]:
-    """(x_1, x_2, |x|^2)."""
+    """(x_1, x_2, |x|^2).
+
+    Raises:
+        ValueError: unless points are finite and in the plane.
+    """
+    x = check_points("x", x, 2, least=0)
     return np.concatenate([x, np.sum(x**2, axis=1, keepdims=True)], axis=1)
 
 
@@ -43,9 +54,13 @@ def two_layer_gate(radii: Sequence[float], num_segments: int, half_width: float 
         radii: of the circles, increasing.
         num_segments: h, equal intervals of [-half_width, half_width] on each axis.
         half_width: of the square that is served.
+
+    Raises:
+        ValueError: unless radii are finite, positive and increase, the half width is positive and
+            there are at least 2 segments.
     """
-    if num_segments < 2:
-        raise ValueError(f"num_segments={num_segments} must be at least 2")
+    check_count("num_segments", num_segments, 2)
+    half_width = check_positive("half_width", half_width)
     breaks = _breaks(radii)
     num_experts, model_dim = len(radii) + 1, 4
     spacing = 2 * half_width / num_segments
@@ -75,9 +90,11 @@ def affine_gate(radii: Sequence[float], num_sides: int) -> Network:
 
     Sector j of ring k scores k p_j(x) - sum_{i <= k} a_i, p_j(x) = <(cos t_j, sin t_j), x>; a_i is
     the inradius of the N-gon whose area is that of the circle of radius r_i.
+
+    Raises:
+        ValueError: unless radii are finite, positive and increase, and there are 3 sides.
     """
-    if num_sides < 3:
-        raise ValueError(f"num_sides={num_sides} must be at least 3")
+    check_count("num_sides", num_sides, 3)
     _breaks(radii)
     area = num_sides * np.tan(np.pi / num_sides) / np.pi
     inradii = np.asarray(radii) / np.sqrt(area)
@@ -94,9 +111,7 @@ def affine_gate(radii: Sequence[float], num_sides: int) -> Network:
 
 
 def _breaks(radii: Sequence[float]) -> np.ndarray:
-    if list(radii) != sorted(set(radii)) or not len(radii) or min(radii) <= 0:
-        raise ValueError(f"radii={tuple(radii)} must be positive and increase")
-    return np.asarray(radii, float) ** 2
+    return check_radii(radii) ** 2
 
 
 def _constants(values: np.ndarray, model_dim: int) -> tuple[np.ndarray, np.ndarray]:

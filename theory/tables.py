@@ -145,7 +145,8 @@ def _depth(runs: Mapping[str, Any]) -> list[str]:
                 continue
             lines.append(
                 f"{facts['cells']} cells an axis: median top-1 mse {_median(run['hard_mse']):.3g} "
-                f"of {facts['layers']} layers of {facts['experts']}, {_median(flat['hard_mse']):.3g} "
+                f"of {facts['layers']} layers of {facts['experts']}, "
+                f"{_median(flat['hard_mse']):.3g} "
                 f"of one layer of {flat['facts']['experts']} with the same {same} parameters"
             )
     return lines

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from theory.checks import as_numbers, check_count, check_points
 from theory.manifolds import draw_normal
 
 Target = Callable[[np.ndarray], np.ndarray]
@@ -23,21 +24,36 @@ def kinks(
     Exponent 1 is Lipschitz with a kink, an exponent below 1 Hoelder of that order.
 
     Raises:
-        ValueError: if the exponent is not in (0, 1].
+        ValueError: if the exponent is not in (0, 1], the offset not finite or directions are not
+            columns of finite numbers.
     """
+    directions = check_points("directions", directions)
     if not 0 < exponent <= 1:
         raise ValueError(f"exponent={exponent} is not in (0, 1]")
+    if not np.isfinite(offset):
+        raise ValueError(f"offset={offset} is not finite")
     return lambda x: np.abs(x @ directions - offset) ** exponent
 
 
 def circle_directions(num: int) -> Float[np.ndarray, "2 num"]:
-    """Directions whose kinks fall on `num` places relative to the knots of a chart."""
+    """Directions whose kinks fall on `num` places relative to the knots of a chart.
+
+    Raises:
+        ValueError: if num is below 1.
+    """
+    check_count("num", num)
     angle = 2 * np.pi * (np.arange(num) + 0.5 * (np.sqrt(5) - 1) * np.arange(num)) / num
     return np.stack([np.cos(angle), np.sin(angle)])
 
 
 def random_directions(key: Key[Array, ""], dim: int, num: int) -> Float[np.ndarray, "dim num"]:
-    """Unit vectors, uniform."""
+    """Unit vectors, uniform.
+
+    Raises:
+        ValueError: if dim or num is below 1.
+    """
+    check_count("dim", dim)
+    check_count("num", num)
     raw = draw_normal(key, (dim, num))
     return raw / np.linalg.norm(raw, axis=0)
 
@@ -45,8 +61,25 @@ def random_directions(key: Key[Array, ""], dim: int, num: int) -> Float[np.ndarr
 def ring_index(
     x: Float[np.ndarray, "points 2"], radii: Sequence[float]
 ) -> Float[np.ndarray, "points"]:
-    """Number of the radii that a point's distance from 0 reaches, as a float: 0 for the disc."""
-    if list(radii) != sorted(set(radii)) or not len(radii) or min(radii) <= 0:
-        raise ValueError(f"radii={tuple(radii)} must be positive and increase")
+    """Number of the radii that a point's distance from 0 reaches, as a float: 0 for the disc.
+
+    Raises:
+        ValueError: unless points are finite and in the plane, and radii positive and increasing.
+    """
+    x = check_points("x", x, 2, least=0)
+    bounds = check_radii(radii)
     distance = np.linalg.norm(x, axis=1)
-    return np.sum(distance[:, None] >= np.asarray(radii)[None, :], axis=1).astype(float)
+    return np.sum(distance[:, None] >= bounds[None, :], axis=1).astype(float)
+
+
+def check_radii(radii: Sequence[float]) -> Float[np.ndarray, " radii"]:
+    """Returns the radii as an array.
+
+    Raises:
+        ValueError: unless there is one at least and they are finite, positive and increase.
+    """
+    array = as_numbers("radii", radii)
+    is_good = array.ndim == 1 and len(array) and np.all(np.isfinite(array))
+    if not is_good or array[0] <= 0 or np.any(np.diff(array) <= 0):
+        raise ValueError(f"radii={radii} must be finite, positive and increase")
+    return array

@@ -38,9 +38,7 @@ def get_config() -> ConfigDict:
                 "width": 10,
             },
             "full": {
-                "options": {
-                    "dims": {"moment_curve": [2, 16, 64, 256], "sphere": [3, 16, 64, 256]}
-                },
+                "options": {"dims": {"moment_curve": [2, 16, 64, 256], "sphere": [3, 16, 64, 256]}},
                 "train": {"num_steps": 10_000, "batch_size": 512},
             },
         }

@@ -150,12 +150,18 @@ def fit_floor(
     quantile of the largest; its lower end is 0 where no floor is needed.
 
     Raises:
-        ValueError: as `fit_rate`.
+        ValueError: as `fit_rate`; or if errors are the same at every width, where any floor up to
+            them fits as well as any other.
     """
     widths, errors = _check(widths, errors)
     _check_share("confidence", confidence)
     x = np.log(widths)
     y = np.log(errors)
+    if np.ptp(y.mean(axis=0)) < 1e-9:
+        raise ValueError(
+            f"errors are {errors.mean():.6g} at every width: they neither fall nor tell a floor "
+            "from a rate of 0"
+        )
     least = float(errors.mean(axis=0).min())
 
     def profile(floor: float) -> tuple[float, np.ndarray]:

@@ -69,7 +69,7 @@ def two_atlas():
         (lambda: partition_of_unity(KEY, ATLAS, 0), "width=0 must be at least 1"),
         (lambda: partition_of_unity(KEY, ATLAS, 4, overlap=1.0), "overlap=1.0 must be above 1"),
         (lambda: kinks(np.eye(2), 1.5), "exponent=1.5 is not in"),
-        (lambda: ring_index(X, (0.5, 0.3)), "must be positive and increase"),
+        (lambda: ring_index(X, (0.5, 0.3)), "finite, positive and increase"),
         (lambda: affine_gate((0.5,), 2), "num_sides=2 must be at least 3"),
         (lambda: two_layer_gate((0.5,), 1), "num_segments=1 must be at least 2"),
         (

@@ -17,7 +17,7 @@ CONFIG = {
     "data": {"num_train": 200, "num_test": 100},
     "train": {"num_seeds": 2, "num_steps": 20, "batch_size": 16, "num_pieces": 2},
     "start_learning_rate": 1e-4,
-    "options": {"cases": [("rings", "likelihood", "affine")], "width": 2},
+    "options": {"cases": [("rings", "likelihood", "affine", "width")], "width": 2, "gate_dim": 4},
     "full": {"train": {"num_seeds": 3}},
 }
 
@@ -28,7 +28,7 @@ def results_of(folder):
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, capsys, monkeypatch):
     assert run_experiment(CONFIG, tmp_path / "whole") == 0
-    assert "rings likelihood affine" in capsys.readouterr().out
+    assert "rings likelihood affine, same width" in capsys.readouterr().out
     assert (tmp_path / "whole" / "figure.png").stat().st_size > 10_000
     update = Progress.update
 
@@ -45,7 +45,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, capsys, monke
     assert run_experiment(CONFIG, tmp_path / "cut") == 0
     whole, cut = (results_of(tmp_path / name) for name in ("whole", "cut"))
     for results in (whole, cut):
-        results["rings likelihood affine"].pop("seconds")
+        results["rings likelihood affine, same width"].pop("seconds")
     assert whole == cut
     # Both are complete: nothing is trained again, the figures are drawn.
     (tmp_path / "cut" / "figure.png").unlink()
@@ -80,12 +80,52 @@ def test_shipped_configurations_name_distinct_runs(name, full):
     options = config["options"] | (config["full"].get("options", {}) if full else {})
     runs = runs_of(config["experiment"], options, config["data"])
     assert len({run.name for run in runs}) == len(runs) >= 5
-    if name == "depth":
-        active = {run.name: run.stack.active_parameters for run in runs}
-        cells = options["cells"]
-        deep = active[f"2 x {cells}"]
-        matched = active[f"1 x {2 * cells}, same active"]
-        assert abs(matched - deep) <= 2 * runs[0].stack.token_dim
+
+
+def counts(name, same):
+    """Parameters of the runs of the shipped configuration, in groups that are to be compared."""
+    config = importlib.import_module(f"configs.theory.{name}").get_config().to_dict()
+    groups = {}
+    for run in runs_of(name, config["options"], config["data"]):
+        key = tuple(run.facts.get(fact) for fact in ("manifold", "D", "partition", "cells"))
+        if run.facts.get("matched", same) in (same, "reference"):
+            neuron = 2 * run.stack.token_dim * (run.stack.num_experts if same == "total" else 1)
+            groups.setdefault(key, []).append((run, run.facts[same], neuron))
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("gates", "active"),
+        ("depth", "active"),
+        ("depth", "total"),
+        ("sharing", "active"),
+        ("encoders", "active"),
+    ],
+)
+def test_networks_of_a_comparison_have_equal_parameters_up_to_one_neuron(name, same):
+    for group in counts(name, same).values():
+        assert len(group) >= 5
+        wanted = {"gates": "hidden_layer"}.get(name)
+        reference = [n for run, n, _ in group if wanted in (None, run.facts.get("gate"))][0]
+        for run, found, neuron in group:
+            # A layer more of the same width is a neuron more a layer.
+            room = neuron * run.stack.num_layers / 2
+            assert abs(found - reference) <= room, run.name
+    if name == "sharing":
+        assert len({found for _, found, _ in group}) == 1
+
+
+def test_top_1_networks_of_every_dimension_have_equal_active_parameters():
+    for (manifold, *_), group in counts("dimension", "active").items():
+        active = {run.facts["weighting"]: run.facts["active"] for run, *_ in group}
+        total = {run.facts["weighting"]: run.facts["total"] for run, *_ in group}
+        same = ["straight_through", "switch", "likelihood", "dense_active"]
+        # On the sphere the construction takes two layers of 16 neurons.
+        same += ["built"] if manifold == "moment_curve" else []
+        assert len({active[name] for name in same}) == 1
+        assert active["soft"] == total["soft"] == active["dense_total"]
 
 
 def test_a_missing_section_is_named(tmp_path):

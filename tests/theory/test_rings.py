@@ -61,7 +61,7 @@ def test_a_product_grid_jumps_by_its_least_jump_at_every_face(min_jump):
     for axis in range(2):
         for face in (1.0, 2.0):
             x = np.full((2, 2), 0.5)
-            x[:, axis] = face - 1e-9, face
+            x[:, axis] = face, face + 1e-9
             gap = np.abs(np.diff(target(x), axis=0))[0, axis]
             assert gap >= min_jump - 1e-6
             assert gap == pytest.approx(target.jumps[axis, int(face) - 1], abs=1e-6)

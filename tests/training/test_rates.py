@@ -136,6 +136,7 @@ def test_options_out_of_range_are_refused():
         (lambda: fit_rate(WIDTHS, np.ones((0, 6))), "errors (0, 6) hold no seed"),
         (lambda: fit_rate(WIDTHS, np.ones((2, 6)), num_bootstrap=0), "num_bootstrap=0 must be"),
         (lambda: fit_floor(WIDTHS, 1 / WIDTHS, confidence=2.0), "confidence=2.0 is not in (0, 1)"),
+        (lambda: fit_floor(WIDTHS, 0.3 + 0 * WIDTHS), "errors are 0.3 at every width"),
         (lambda: local_slopes(WIDTHS, 0 * WIDTHS), "errors hold 0.0"),
         (lambda: equivalent(fit_rate(WIDTHS, 1 / WIDTHS), np.nan, 0.1), "theory=nan"),
         (lambda: equivalent(fit_rate(WIDTHS, 1 / WIDTHS), -1.0, 0.1, level=1.0), "level=1.0"),

@@ -19,7 +19,7 @@ from theory.manifolds import Manifold
 MIN_COSINE = 0.05
 """Least singular value of T_i^T T(x) that still counts as one-to-one."""
 
-MIN_PER_CHART = 100
+MIN_PER_CHART = 50
 """Least number of sample points a chart, from which the size of cells is read."""
 
 NUM_CHECKED = 2_000
@@ -86,7 +86,7 @@ def voronoi_atlas(
             frame, so that it is the same in every dimension D.
         num_charts: E, if no centres are given.
         center_params: parameters of the centres.
-        num_sample: points that size the cells, at least 100 a chart.
+        num_sample: points that size the cells, at least 50 a chart.
 
     Raises:
         ValueError: if neither or both of the two are given, centres are not finite, not of the
@@ -218,8 +218,14 @@ def preimages(
 
     Returns:
         The parameters, and whether the equations hold to 1e-11; a box's corners may hold no point.
+
+    Raises:
+        ValueError: unless there is a chart and a row of d finite coordinates a point.
     """
+    check_count("num_stages", num_stages)
     manifold = atlas.manifold
+    coords = check_points("coords", coords, atlas.dim, least=0)
+    chart = check_indices("chart", chart, len(coords), atlas.num_charts)
     centers = atlas.centers[chart] @ manifold.frame
     tangents = (manifold.frame.T @ atlas.tangents)[chart]
     params = atlas.center_params[chart].copy()
@@ -247,7 +253,13 @@ def preimages(
 def tangent_bases(
     manifold: Manifold, params: Float[np.ndarray, "points p"]
 ) -> Float[np.ndarray, "points k d"]:
-    """Orthonormal bases of the tangent spaces, in the manifold's own coordinates."""
+    """Orthonormal bases of the tangent spaces, in the manifold's own coordinates.
+
+    Raises:
+        ValueError: as `Manifold.embed`.
+    """
+    manifold.embed(params)
+    params = np.asarray(params, np.float64)
     left, _, _ = np.linalg.svd(manifold.jacobian(params), full_matrices=False)
     return left[:, :, : manifold.dim]
 

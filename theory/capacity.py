@@ -7,7 +7,14 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from theory.checks import as_numbers, check_count, check_points
+from theory.checks import (
+    as_numbers,
+    check_count,
+    check_finite,
+    check_number,
+    check_points,
+    check_positive,
+)
 from theory.manifolds import draw_uniform
 
 Fit = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -38,9 +45,9 @@ def empirical_capacity(
         ValueError: if the sizes do not increase, the tolerance is not positive, or the fit does not
             give a value a label.
     """
-    if not tolerance > 0:
-        raise ValueError(f"tolerance={tolerance} must be positive")
-    if list(sizes) != sorted(set(sizes)) or not sizes or sizes[0] < 1:
+    check_positive("tolerance", tolerance)
+    sizes = [check_count("sizes", size) for size in np.ravel(np.asarray(sizes, object))]
+    if sizes != sorted(set(sizes)) or not sizes:
         raise ValueError(f"sizes={tuple(sizes)} must be positive and increase")
     fitted = 0
     for index, size in enumerate(sizes):
@@ -67,7 +74,9 @@ def rademacher_value(
     x = check_points("x", x)
     check_count("num_draws", num_draws)
     signs = np.where(draw_uniform(key, (num_draws, len(x)), -1.0, 1.0) < 0, -1.0, 1.0)
-    return float(np.mean([s @ _fitted(fit, x, s) / len(x) for s in signs]))
+    values = [_fitted(fit, x, s) for s in signs]
+    check_finite("fit", np.array(values))
+    return float(np.mean([s @ each / len(x) for s, each in zip(signs, values, strict=True)]))
 
 
 def degrees_of_freedom(features: Float[np.ndarray, "points features"], ridge: float) -> float:
@@ -77,8 +86,7 @@ def degrees_of_freedom(features: Float[np.ndarray, "points features"], ridge: fl
         ValueError: if a feature or the ridge is not finite, or the ridge is negative.
     """
     features = check_points("features", features)
-    if not 0 <= ridge < np.inf:
-        raise ValueError(f"ridge={ridge} must be finite and not negative")
+    ridge = check_number("ridge", ridge, 0.0)
     s = np.linalg.svd(features, compute_uv=False) ** 2
     s = s[s > 1e-12 * s.max(initial=0.0)]
     return float(np.sum(s / (s + ridge)))

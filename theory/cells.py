@@ -9,7 +9,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core import SparseMoE
-from theory.checks import as_numbers, check_finite, check_indices, check_points
+from theory.checks import (
+    as_numbers,
+    check_finite,
+    check_indices,
+    check_number,
+    check_points,
+)
 from theory.network import Network, lift
 
 
@@ -166,8 +172,7 @@ def _is_tied(gate_logits: np.ndarray, width: float) -> Bool[np.ndarray, " points
     gate_logits = as_numbers("gate_logits", gate_logits)
     if np.any(np.isnan(gate_logits)):
         raise ValueError("gate_logits hold NaN, which is no tie and no choice")
-    if not width >= 0:
-        raise ValueError(f"width={width} must not be negative")
+    width = check_number("width", width, 0.0)
     top = np.partition(gate_logits, -2, axis=1)[:, -2:]
     # Two infinite scores are equal, whatever their difference.
     with np.errstate(invalid="ignore"):

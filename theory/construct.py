@@ -318,6 +318,8 @@ def pad_network(network: Network, model_dim: int, hidden_dims: tuple[int, ...]) 
     Raises:
         ValueError: if it would have to shrink, or hidden widths are not one a layer.
     """
+    check_count("model_dim", model_dim)
+    hidden_dims = tuple(check_count("hidden_dims", size) for size in np.ravel(hidden_dims).tolist())
     if len(hidden_dims) != len(network.layers):
         raise ValueError(f"hidden_dims={hidden_dims} disagree with {len(network.layers)} layers")
     padded = []

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from theory.atlas import Charts, chart_coordinates, nearest
-from theory.checks import check_count, check_points, check_positive
+from theory.checks import check_count, check_number, check_points, check_positive
 from theory.construct import ChartMoE, assemble, check_segments
 from theory.experts import triangle
 
@@ -50,12 +50,11 @@ def fit_charts(
     x, y = check_points("x", x), check_points("y", y)
     if len(x) != len(y):
         raise ValueError(f"x {x.shape} and y {y.shape} disagree")
-    if dim not in (1, 2) or dim > x.shape[1]:
+    if check_count("dim", dim) > min(2, x.shape[1]):
         raise ValueError(f"dim={dim} is not 1 or 2, or exceeds D={x.shape[1]}")
     check_segments(num_segments, dim)
     ridge = check_positive("ridge", ridge)
-    if not 0 <= margin < np.inf:
-        raise ValueError(f"margin={margin} must be finite and not negative")
+    margin = check_number("margin", margin, 0.0)
     check_count("num_charts", num_charts, 1, len(x))
     centers, cell = k_means(key, x, num_charts)
     counts = np.bincount(cell, minlength=num_charts)

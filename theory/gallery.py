@@ -65,12 +65,12 @@ def draw_gallery(folder: Path, results: Path = RESULTS) -> list[Path]:
         drawn.append(folder / f"{name}.png")
         draw(drawn[-1])
     for path in sorted(results.glob("theory_*.json")):
-        results, name = json.loads(path.read_text()), path.stem.removeprefix("theory_")
+        record, name = json.loads(path.read_text()), path.stem.removeprefix("theory_")
         drawn.append(folder / f"{name}.png")
-        draw_experiment(results, drawn[-1])
-        if any("map" in run for run in results["runs"].values()):
+        draw_experiment(record, drawn[-1])
+        if any("map" in run for run in record["runs"].values()):
             drawn.append(folder / f"{name}_trained.png")
-            draw_maps(results, drawn[-1])
+            draw_maps(record, drawn[-1])
     return drawn
 
 

@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from theory.checks import check_count, check_number, check_points, check_positive
+
 Points = Float[np.ndarray, "points _"]
 
 
@@ -30,6 +32,7 @@ class Manifold:
         jacobian: parameters [points, p] -> derivatives of `native`, [points, k, p].
         sample_params: (key, number) -> parameters [number, p] that cover the manifold.
         frame: float64[D, k] with orthonormal columns.
+        num_params: p.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Manifold:
     jacobian: Callable[[np.ndarray], np.ndarray]
     sample_params: Callable[[Array, int], np.ndarray]
     frame: np.ndarray
+    num_params: int
 
     @property
     def ambient_dim(self) -> int:
@@ -45,16 +49,28 @@ class Manifold:
         return self.frame.shape[0]
 
     def embed(self, params: Points) -> Points:
-        """Points of R^D, one a row of parameters."""
-        return self.native(params) @ self.frame.T
+        """Points of R^D, one a row of parameters.
+
+        Raises:
+            ValueError: unless rows are p finite numbers to which a point belongs.
+        """
+        params = check_points("params", params, self.num_params, least=0)
+        with np.errstate(all="ignore"):
+            points = self.native(params)
+        if not np.all(np.isfinite(points)):
+            bad = params[~np.isfinite(points).all(axis=1)][0]
+            raise ValueError(f"params hold {bad}, to which no point of the {self.name} belongs")
+        return points @ self.frame.T
 
 
 def embed_isometric(key: Key[Array, ""], manifold: Manifold, ambient_dim: int) -> Manifold:
     """The same manifold in R^D by a random matrix of orthonormal columns.
 
     Raises:
-        ValueError: if D is smaller than the number k of the manifold's own coordinates.
+        ValueError: if D is smaller than the number k of the manifold's own coordinates, or not a
+            whole number.
     """
+    check_count("ambient_dim", ambient_dim)
     native_dim = manifold.frame.shape[1]
     if ambient_dim < native_dim:
         raise ValueError(
@@ -74,6 +90,7 @@ def circle() -> Manifold:
         jacobian=lambda t: np.stack([-np.sin(t), np.cos(t)], axis=1),
         sample_params=lambda key, num: draw_uniform(key, (num, 1), 0.0, 2 * np.pi),
         frame=np.eye(2),
+        num_params=1,
     )
 
 
@@ -85,6 +102,7 @@ def moment_curve(ambient_dim: int) -> Manifold:
     Raises:
         ValueError: unless D is even and at least 2.
     """
+    ambient_dim = check_count("ambient_dim", ambient_dim, -(10**9))
     if ambient_dim < 2 or ambient_dim % 2:
         raise ValueError(f"ambient_dim={ambient_dim} must be even and at least 2")
     k = np.arange(1, ambient_dim // 2 + 1)[None, :]
@@ -101,6 +119,7 @@ def moment_curve(ambient_dim: int) -> Manifold:
         )[:, :, None],
         sample_params=lambda key, num: draw_uniform(key, (num, 1), 0.0, 2 * np.pi),
         frame=np.eye(ambient_dim),
+        num_params=1,
     )
 
 
@@ -122,11 +141,13 @@ def sphere() -> Manifold:
         jacobian=jacobian,
         sample_params=lambda key, num: draw_normal(key, (num, 3)),
         frame=np.eye(3),
+        num_params=3,
     )
 
 
 def torus(major: float = 2.0, minor: float = 1.0) -> Manifold:
     """The torus of revolution in R^3 with radii `major` > `minor` > 0."""
+    minor, major = check_number("minor", minor), check_number("major", major)
     if not 0 < minor < major:
         raise ValueError(f"minor={minor} must be positive and below major={major}")
 
@@ -154,6 +175,7 @@ def torus(major: float = 2.0, minor: float = 1.0) -> Manifold:
         jacobian=jacobian,
         sample_params=lambda key, num: draw_uniform(key, (num, 2), 0.0, 2 * np.pi),
         frame=np.eye(3),
+        num_params=2,
     )
 
 
@@ -176,6 +198,7 @@ def clifford_torus() -> Manifold:
         jacobian=jacobian,
         sample_params=lambda key, num: draw_uniform(key, (num, 2), 0.0, 2 * np.pi),
         frame=np.eye(4),
+        num_params=2,
     )
 
 
@@ -183,7 +206,11 @@ def swiss_roll(width: float = 21.0) -> Manifold:
     """The sheet (t cos t, h, t sin t), t in [3 pi / 2, 9 pi / 2], h in [0, width].
 
     One nonlinear chart covers it; affine charts must tell apart sheets 2 pi from each other.
+
+    Raises:
+        ValueError: unless the width is positive.
     """
+    width = check_positive("width", width)
 
     def jacobian(params: np.ndarray) -> np.ndarray:
         t, _ = params.T
@@ -215,6 +242,7 @@ def swiss_roll(width: float = 21.0) -> Manifold:
         jacobian=jacobian,
         sample_params=sample,
         frame=np.eye(3),
+        num_params=2,
     )
 
 
@@ -222,12 +250,14 @@ def draw_uniform(
     key: Key[Array, ""], shape: tuple[int, ...], low: float, high: float
 ) -> Float[np.ndarray, "..."]:
     """Uniform float64 numbers in [low, high)."""
+    shape = tuple(check_count("size of a draw", size, 0) for size in shape)
     with jax.enable_x64(True):
         return np.array(jax.random.uniform(key, shape, np.float64, low, high))
 
 
 def draw_normal(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[np.ndarray, "..."]:
     """Standard normal float64 numbers."""
+    shape = tuple(check_count("size of a draw", size, 0) for size in shape)
     with jax.enable_x64(True):
         return np.array(jax.random.normal(key, shape, np.float64))
 

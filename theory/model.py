@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from moe_jax.core import ExpertFFN, FeedForward
 from moe_jax.core.gates import GATES
+from theory.checks import check_count
 
 WEIGHTINGS = ("hard", "straight_through", "switch", "soft", "likelihood")
 STACK_GATES = ("affine", "quadratic", "hidden_layer", "dense", "cosine")
@@ -67,8 +68,11 @@ class Stack:
 
     def __post_init__(self) -> None:
         for name in ("input_dim", "output_dim", "num_experts", "hidden_dim", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_count(name, getattr(self, name))
+        for name in ("num_selected", "gate_dim"):
+            check_count(name, getattr(self, name))
+        for name in ("state_dim", "shared_dim", "encoder_dim"):
+            check_count(name, getattr(self, name), 0)
         if not 1 <= self.num_selected <= self.num_experts:
             raise ValueError(
                 f"num_selected={self.num_selected} is not in [1, num_experts={self.num_experts}]"

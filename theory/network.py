@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core import SparseMoE
-from theory.checks import check_count, check_points
+from theory.checks import as_numbers, check_count, check_finite, check_points
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +64,12 @@ def moe_layer(
     """A top-1 `SparseMoE` and its variables, from the gate's and the experts' matrices.
 
     Raises:
-        ValueError: if the shapes disagree.
+        ValueError: if the shapes disagree or a weight is not finite.
     """
-    num_experts, model_dim, hidden_dim = up.shape if np.ndim(up) == 3 else (0, 0, 0)
+    kernel, up, down = as_numbers("kernel", kernel), as_numbers("up", up), as_numbers("down", down)
+    for name, matrix in (("kernel", kernel), ("up", up), ("down", down)):
+        check_finite(name, matrix)
+    num_experts, model_dim, hidden_dim = up.shape if up.ndim == 3 else (0, 0, 0)
     if not num_experts or (
         (kernel.shape, down.shape)
         != ((model_dim, num_experts), (num_experts, hidden_dim, model_dim))
@@ -94,6 +97,7 @@ def lift(x: Float[np.ndarray, "points D"], model_dim: int) -> Float[np.ndarray, 
     Raises:
         ValueError: if the points have too many entries, or something is not finite.
     """
+    check_count("model_dim", model_dim)
     x = check_points("x", x)
     if x.shape[1] + 1 > model_dim:
         raise ValueError(f"x {x.shape} does not fit tokens of model_dim={model_dim}")

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
+from theory.checks import check_count, check_points
 from theory.manifolds import (
     Manifold,
     circle,
@@ -53,8 +54,10 @@ def manifold_problem(
     sin(5 cos t) + cos(3 sin t) on the `moment_curve`, sin(3 x_1) + cos(2 x_2) on the `sphere`.
 
     Raises:
-        ValueError: for another name, or a D that cannot hold it.
+        ValueError: for another name, a D that cannot hold it, fewer than 2 points to train on or
+            none to test on.
     """
+    _check_numbers(num_train, num_test)
     place_key, train_key, test_key = jax.random.split(key, 3)
     if name == "moment_curve":
         manifold = embed_isometric(place_key, moment_curve(ambient_dim), ambient_dim)
@@ -80,8 +83,9 @@ def partition_problem(key: Key[Array, ""], name: str, *, num_train: int, num_tes
     4 arcs of the circle; a disc and 3 rings; 4 arms of a spiral; 9 squares.
 
     Raises:
-        ValueError: for another name.
+        ValueError: for another name, fewer than 2 points to train on or none to test on.
     """
+    _check_numbers(num_train, num_test)
     if name not in PARTITIONS:
         raise ValueError(f"name={name!r} is not one of {PARTITIONS}")
     point_key, slope_key = jax.random.split(key)
@@ -98,7 +102,14 @@ def partition_problem(key: Key[Array, ""], name: str, *, num_train: int, num_tes
 
 
 def cell_of(name: str, x: np.ndarray) -> np.ndarray:
-    """Cell of points of [-1, 1]^2 in one of `PARTITIONS`, as an index."""
+    """Cell of points of [-1, 1]^2 in one of `PARTITIONS`, as an index.
+
+    Raises:
+        ValueError: for another name, or unless points are finite and in the plane.
+    """
+    if name not in PARTITIONS:
+        raise ValueError(f"name={name!r} is not one of {PARTITIONS}")
+    x = check_points("x", x, 2, least=0)
     angle = np.arctan2(x[:, 1], x[:, 0]) / (2 * np.pi)
     if name == "arcs":
         return np.floor(4 * np.mod(angle + 0.1, 1.0)).astype(int)
@@ -113,7 +124,12 @@ def cell_of(name: str, x: np.ndarray) -> np.ndarray:
 def grid_problem(
     key: Key[Array, ""], num_cells: int, num_axes: int, *, num_train: int, num_test: int
 ) -> Problem:
-    """A `product_grid` target with jumps of 1 or more, its cube scaled to [-1, 1]^L."""
+    """A `product_grid` target with jumps of 1 or more, its cube scaled to [-1, 1]^L.
+
+    Raises:
+        ValueError: as `product_grid`, or for fewer than 2 points to train on or none to test on.
+    """
+    _check_numbers(num_train, num_test)
     target_key, point_key = jax.random.split(key)
     target: ProductGrid = product_grid(target_key, num_cells, num_axes)
     x = draw_uniform(point_key, (num_train + num_test, num_axes), 0.0, float(num_cells))
@@ -127,8 +143,15 @@ def grid_problem(
     return dataclasses.replace(problem, labels=labels, jump=jump)
 
 
+def _check_numbers(num_train: int, num_test: int) -> None:
+    check_count("num_train", num_train, 2)
+    check_count("num_test", num_test)
+
+
 def _standardised(x: np.ndarray, y: np.ndarray, x_test: np.ndarray, y_test: np.ndarray) -> Problem:
     mean, spread = y.mean(axis=0), y.std(axis=0)
+    if not np.all(spread > 0):
+        raise ValueError(f"num_train={len(y)} points have equal values; take more")
     arrays = (x, (y - mean) / spread, x_test, (y_test - mean) / spread)
     x, y, x_test, y_test = (array.astype(np.float32) for array in arrays)
     return Problem(x, y, x_test, y_test)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from theory.checks import check_count, check_points
+from theory.checks import check_count, check_number, check_points
 from theory.manifolds import draw_uniform
 from theory.network import Network, moe_layer
 
@@ -102,8 +102,7 @@ def product_grid(
             or more.
     """
     check_count("num_segments", num_segments)
-    if not 0 <= min_jump < np.inf:
-        raise ValueError(f"min_jump={min_jump} must be finite and not negative")
+    min_jump = check_number("min_jump", min_jump, 0.0)
     check_pieces(num_cells, num_layers)
     value_key, jump_key = jax.random.split(key)
     values = draw_uniform(value_key, (num_layers, num_cells, num_segments + 1), -1.0, 1.0)

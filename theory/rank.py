@@ -29,7 +29,7 @@ def effective_rank(
         ValueError: if the matrix is 0 or not finite; or its rows are equal, up to rounding, and
             their mean is taken off.
     """
-    matrix = check_points("matrix", matrix)
+    matrix = check_points("matrix", matrix, largest=np.inf)
     # Scaled first, by a power of 2, which rounds nothing: squares of huge numbers are infinite.
     largest = np.abs(matrix).max()
     if largest == 0:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from theory.checks import as_numbers, check_count, check_points
+from theory.checks import as_numbers, check_count, check_number, check_points
 from theory.manifolds import draw_normal
 
 Target = Callable[[np.ndarray], np.ndarray]
@@ -28,10 +28,9 @@ def kinks(
             columns of finite numbers.
     """
     directions = check_points("directions", directions)
-    if not 0 < exponent <= 1:
+    if not 0 < check_number("exponent", exponent) <= 1:
         raise ValueError(f"exponent={exponent} is not in (0, 1]")
-    if not np.isfinite(offset):
-        raise ValueError(f"offset={offset} is not finite")
+    offset = check_number("offset", offset)
     return lambda x: np.abs(x @ directions - offset) ** exponent
 
 
@@ -81,5 +80,6 @@ def check_radii(radii: Sequence[float]) -> Float[np.ndarray, " radii"]:
     array = as_numbers("radii", radii)
     is_good = array.ndim == 1 and len(array) and np.all(np.isfinite(array))
     if not is_good or array[0] <= 0 or np.any(np.diff(array) <= 0):
-        raise ValueError(f"radii={radii} must be finite, positive and increase")
+        shown = f"={tuple(array.tolist())}" if array.ndim == 1 else f" {array.shape}"
+        raise ValueError(f"radii{shown} must be finite, positive and increase")
     return array

@@ -76,7 +76,7 @@ def sphere_errors(kind):
     return np.stack([each.sup for each in errors], axis=1)
 
 
-def test_circle_error_falls_as_the_inverse_square_of_the_width():
+def test_a1_circle_error_falls_as_the_inverse_square_of_the_width():
     errors = circle_errors("smooth")[0]
     fit = fit_rate(np.array(CIRCLE_SEGMENTS, float), errors)
     assert -2.05 <= fit.slope <= -1.93
@@ -87,13 +87,13 @@ def test_circle_error_falls_as_the_inverse_square_of_the_width():
             assert error >= 0.97 * bound
 
 
-def test_sphere_error_falls_as_the_inverse_number_of_nodes():
+def test_a2_sphere_error_falls_as_the_inverse_number_of_nodes():
     fit = fit_rate(np.array(SPHERE_SEGMENTS, float) ** 2, sphere_errors("smooth")[0])
     assert -1.06 <= fit.slope <= -0.94
 
 
 @pytest.mark.parametrize("ambient_dim", [4, 20, 100])
-def test_moment_curve_rate_is_the_same_in_every_dimension(ambient_dim):
+def test_a3_moment_curve_rate_is_the_same_in_every_dimension(ambient_dim):
     atlas = voronoi_atlas(KEY, moment_curve(ambient_dim), 24, num_sample=5000)
     segments = (8, 16, 32, 64, 128)
     params = np.linspace(0.0, 2 * np.pi, 8001)[:-1, None]
@@ -111,7 +111,7 @@ def test_moment_curve_rate_is_the_same_in_every_dimension(ambient_dim):
     ],
     ids=["torus", "swiss_roll"],
 )
-def test_surface_error_falls_as_the_inverse_number_of_nodes(atlas_of, target, segments, margin):
+def test_a3_surface_error_falls_as_the_inverse_number_of_nodes(atlas_of, target, segments, margin):
     atlas = atlas_of()
     params = atlas.manifold.sample_params(jax.random.key(5), 4096)
     errors = chart_errors(KEY, atlas, target, segments, params)
@@ -120,7 +120,7 @@ def test_surface_error_falls_as_the_inverse_number_of_nodes(atlas_of, target, se
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_answers_do_not_depend_on_the_ambient_dimension(gate):
+def test_a4_answers_do_not_depend_on_the_ambient_dimension(gate):
     cases = [(circle_atlas, 32, waves()), (sphere_atlas, 6, waves(3.0, 2.0))]
     # The paper's gate passes all of x on, 2 D neurons: fewer dimensions keep the test short.
     dims = (3, 1000) if gate == "voronoi" else (3, 60)
@@ -146,7 +146,7 @@ def test_answers_do_not_depend_on_the_ambient_dimension(gate):
     ],
     ids=["circle lipschitz", "circle hoelder", "sphere lipschitz", "sphere hoelder"],
 )
-def test_rough_targets_have_the_rate_of_their_smoothness(errors, sizes, theory):
+def test_a5_rough_targets_have_the_rate_of_their_smoothness(errors, sizes, theory):
     worst = errors().max(axis=0)
     fit = fit_rate(np.array(sizes, float), worst)
     assert fit.interval[0] <= theory <= fit.interval[1]
@@ -164,7 +164,7 @@ def test_rough_targets_have_the_rate_of_their_smoothness(errors, sizes, theory):
         (sphere(), regular_centers("fibonacci", 48)),
     ],
 )
-def test_no_point_is_sent_to_a_chart_that_does_not_hold_it(manifold, centers):
+def test_a6_no_point_is_sent_to_a_chart_that_does_not_hold_it(manifold, centers):
     atlas = voronoi_atlas(KEY, manifold, center_params=centers, num_sample=4000)
     partition = partition_of_unity(KEY, atlas, 16 * len(centers))
     x = manifold.embed(manifold.sample_params(jax.random.key(7), 5000))
@@ -202,7 +202,7 @@ def test_error_keeps_falling_with_more_charts_at_the_same_active_width():
     assert abs(fit_rate(counts, np.array(errors)).slope + 2) < 0.15
 
 
-def test_the_paper_s_form_gives_its_gate_no_gradient():
+def test_a9_the_paper_s_form_gives_its_gate_no_gradient():
     build = chart_moe(KEY, circle_atlas(10), waves(), 8)
     (layer,), (variables,) = build.network.layers, build.network.params
     layer = layer.clone(implementation="dense")
@@ -231,7 +231,7 @@ def test_the_paper_s_form_gives_its_gate_no_gradient():
     ],
     ids=["circle voronoi", "circle partition", "sphere voronoi", "sphere partition", "torus"],
 )
-def test_the_layers_give_the_interpolant(atlas_of, target, segments, gate):
+def test_a10_the_layers_give_the_interpolant(atlas_of, target, segments, gate):
     atlas = atlas_of()
     build = chart_moe(KEY, atlas, target, segments, gate=gate)
     x = atlas.manifold.embed(atlas.manifold.sample_params(jax.random.key(9), 4096))

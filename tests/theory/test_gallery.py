@@ -3,8 +3,8 @@
 import json
 
 from theory.gallery import RESULTS, draw_floor
-from theory.plots import draw_experiment, draw_maps
-from theory.tables import answers, write_table
+from theory.plots import draw_experiment
+from theory.tables import write_table
 
 
 def test_the_floor_is_drawn(tmp_path):

@@ -96,7 +96,7 @@ def test_weights_of_known_shares():
     )
 
 
-def test_only_the_paper_s_weights_leave_the_gate_without_gradient():
+def test_a9_only_the_paper_s_weights_leave_the_gate_without_gradient():
     def slope(rule, num_selected=1):
         values = jnp.array([1.0, 2.0, 4.0])
         return jax.grad(lambda s: jnp.sum(expert_weights(s, num_selected, rule) @ values))(SCORES)

@@ -205,7 +205,10 @@ CASES = {
     "ties of none": (lambda: tie_mass(np.ones((0, 3)), 0.1), "must score at least two experts"),
     "width of ties": (lambda: tie_mass(X, -1.0), "width=-1.0 must be finite and at least 0"),
     "ties without labels": (lambda: misrouted_near_ties(X, CELL[:3], 0.1), "disagree"),
-    "equal rows": (lambda: effective_rank(np.full((5, 3), 0.1), center=True), "5 equal rows"),
+    "equal rows": (
+        lambda: effective_rank(np.full((5, 3), 0.1), center=True),
+        "5 rows that are",
+    ),
     "none assigned": (lambda: misassigned(X[:0], CELL[:0], ATLAS.centers, 1.0), "at least 1 rows"),
 }
 

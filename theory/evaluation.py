@@ -139,18 +139,19 @@ def _is_library_row(stack: Stack) -> bool:
 
 def _answers(stack: Stack, params: list[PyTree], x: np.ndarray) -> tuple[np.ndarray, ...]:
     """Own and hard answers, selections, scores and each expert's answers, seeds first."""
+    return tuple(map(np.asarray, _apply_seeds(stack, params, jnp.asarray(x))))
 
-    @partial(jax.jit, compiler_options=ONCE)
-    def answers(params: PyTree, x: Array) -> tuple[Array, ...]:
-        def one_seed(params: PyTree) -> tuple[Array, ...]:
-            own = apply_stack(stack, params, x)
-            rule = "hard" if stack.num_selected == 1 else stack.weighting
-            hard = apply_stack(stack, params, x, weighting=rule)
-            return own.y, hard.y, hard.selection, hard.logits, hard.answers
 
-        return jax.vmap(one_seed)(params)
+@partial(jax.jit, static_argnums=0, compiler_options=ONCE)
+def _apply_seeds(stack: Stack, params: list[PyTree], x: Array) -> tuple[Array, ...]:
+    def one_seed(params: PyTree) -> tuple[Array, ...]:
+        own = apply_stack(stack, params, x)
+        if stack.num_selected > 1 or stack.weighting in ("hard", "likelihood"):
+            return own.y, own.y, own.selection, own.logits, own.answers
+        hard = apply_stack(stack, params, x, weighting="hard")
+        return own.y, hard.y, hard.selection, hard.logits, hard.answers
 
-    return tuple(map(np.asarray, answers(params, jnp.asarray(x))))
+    return jax.vmap(one_seed)(params)
 
 
 def _of_scores(selection: np.ndarray, logits: np.ndarray, answers: np.ndarray) -> dict[str, float]:

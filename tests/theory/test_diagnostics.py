@@ -311,7 +311,7 @@ def test_the_sketch_of_a_bound_counts_all_parameters():
 def test_nan_is_neither_assigned_nor_a_tie_nor_fitted():
     x = np.array([[np.nan, 0.0], [0.0, 0.0]])
     assert misassigned(x, np.zeros(2, int), np.zeros((1, 2)), 1.0) == 0.5
-    with pytest.raises(ValueError, match="radius=nan must be positive"):
+    with pytest.raises(ValueError, match="radius=nan must be finite"):
         misassigned(x, np.zeros(2, int), np.zeros((1, 2)), np.nan)
     with pytest.raises(ValueError, match="gate_logits hold NaN"):
         tie_mass(np.array([[np.nan, 1.0]]), 0.1)

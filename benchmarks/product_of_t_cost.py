@@ -17,7 +17,7 @@ from moe_jax.product_of_t import Experts, full_experts
 from moe_jax.product_of_t.experts import expert_scores
 from moe_jax.product_of_t.settings import SAFEGUARDED
 from moe_jax.product_of_t.targets import LogDensity
-from moe_jax.product_of_t.update import State, Whitening, settings_of_update, update
+from moe_jax.product_of_t.update import State, Whitening, update
 
 BATCH_SIZES, EXPERT_COUNTS = (64, 128, 256, 512, 1024), (50, 100, 200, 400)
 ROUNDS = 7
@@ -52,12 +52,11 @@ def make_update(
     points = jnp.asarray(rng.normal(size=(batch, dim)))
     state = State(jnp.full(count, (dim + 5.0) / (2 * count)), points)
     whitening = Whitening(jnp.zeros(dim), jnp.eye(dim))
-    settings = settings_of_update(SAFEGUARDED)
     target = LogDensity(_log_normal)
-    key, first = jax.random.key(0), jnp.asarray(0.0)
+    key = jax.random.key(0)
 
     def run() -> object:
-        return update(key, target, settings, experts, whitening, state, first)
+        return update(key, target, SAFEGUARDED, experts, whitening, state, 0)
 
     scores = expert_scores(experts, points)[0]
     rows = jnp.reshape(scores, (count, batch * dim))

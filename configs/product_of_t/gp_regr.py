@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
                 "rounds": 2,
                 "iterations": 60,
                 "batch_size": 256,
-                "sweeps": 2,
+                "sweeps": 1,
                 "learning_rate": 1.0,
                 "score_clip": 5.0,
                 "local_experts": 60,

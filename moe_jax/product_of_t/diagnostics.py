@@ -45,6 +45,7 @@ class History:
     exponents: np.ndarray
 
 
+@jax.jit
 def pareto_smooth(
     log_ratios: Float[Array, " draws"],
 ) -> tuple[Float[Array, " draws"], Float[Array, ""]]:

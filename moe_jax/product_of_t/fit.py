@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import chex
@@ -11,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
+from scipy.special import logsumexp
 
 from moe_jax.product_of_t.diagnostics import History, pareto_smooth, trust_warnings
-from moe_jax.product_of_t.experts import Experts, transform_experts
-from moe_jax.product_of_t.model import LogNormalizer, ProductOfT
+from moe_jax.product_of_t.experts import Experts, log_factors_at, transform_experts
+from moe_jax.product_of_t.model import LogNormalizer, ProductOfT, log_mean_weight
 from moe_jax.product_of_t.preparation import (
     Evaluations,
     Preparation,
@@ -22,13 +22,26 @@ from moe_jax.product_of_t.preparation import (
     prepare_given,
     refresh,
 )
-from moe_jax.product_of_t.samplers import CENTRES, effective_sample_size
+from moe_jax.product_of_t.samplers import (
+    WeightedDraws,
+    annealed_gibbs,
+    effective_sample_size,
+)
 from moe_jax.product_of_t.settings import SAFEGUARDED, FitSettings
-from moe_jax.product_of_t.targets import LogDensity, Target, target_of_function, target_of_model
-from moe_jax.product_of_t.update import State, Whitening, settings_of_update, update
+from moe_jax.product_of_t.targets import (
+    LogDensity,
+    Target,
+    target_of_function,
+    target_of_model,
+    values_at,
+)
+from moe_jax.product_of_t.update import State, update
 
 # Exponents below this share of their sum do not change the density within its error.
 _PRUNED = 1e-8
+# Steps of annealing for the final draws, and more of them where its weights are worth less than
+# this share of the draws.
+_ANNEALING, _MAX_ANNEALING, _GOOD_SHARE = 64, 1024, 0.3
 
 
 @chex.dataclass(frozen=True)
@@ -168,7 +181,6 @@ def _run(
     callback: Callable[[int, dict[str, float]], None] | None,
 ) -> tuple[Preparation, dict[str, np.ndarray]]:
     """All rounds; the last exponents are averages if the settings say so."""
-    static = settings_of_update(settings)
     key, refresh_root = jax.random.split(key)
     rows: list[dict[str, Any]] = []
     for number in range(settings.rounds):
@@ -176,17 +188,11 @@ def _run(
             refresh_key = jax.random.fold_in(refresh_root, number)
             start = refresh(refresh_key, log_density, settings, start)
         state = State(start.exponents, start.points)
+        round_key = jax.random.fold_in(key, number)
         path = []
         for index in range(settings.iterations):
-            step_key = jax.random.fold_in(key, len(rows))
             state, record = update(
-                step_key,
-                log_density,
-                static,
-                start.experts,
-                start.whitening,
-                state,
-                jnp.asarray(float(index)),
+                round_key, log_density, settings, start.experts, start.whitening, state, index
             )
             start = start._replace(evaluations=start.evaluations.plus(score=settings.batch_size))
             row = {name: np.asarray(value).item() for name, value in record._asdict().items()}
@@ -215,81 +221,78 @@ def _finish(
     settings: FitSettings,
 ) -> FitResult:
     """Draws, normaliser, importance weights, and what they say."""
-    draw_key, normalizer_key = jax.random.split(key)
     exponents = np.asarray(end.exponents)
     exponents = np.where(exponents > _PRUNED * np.sum(exponents), exponents, 0.0)
-    white = ProductOfT(end.experts, exponents)
-    points = white.sample(draw_key, (settings.num_draws,))
-    normalizer = white.log_normalizer_about(normalizer_key, points[:CENTRES])
-    scale = end.whitening.scale
-    used = end.evaluations.plus(log_density=settings.num_draws)
+    points, annealed, steps = _draw(key, end.experts, jnp.asarray(exponents), settings.num_draws)
+    loc, scale = np.asarray(end.whitening.loc), np.asarray(end.whitening.scale)
+    normalizer = log_mean_weight(annealed)
     log_stretch = np.sum(np.log(np.abs(np.diagonal(scale))))
     normalizer = LogNormalizer(normalizer.value + log_stretch, *normalizer[1:])
-    draws, values, log_q, log_weights, pareto_k, ess, log_evidence = _weigh(
-        target.log_density, white, normalizer.value, end.whitening, points
-    )
+    draws = loc + points @ scale.T
+    values = values_at(target.log_density, draws)
+    used = end.evaluations.plus(log_density=settings.num_draws)
+    log_q = -(log_factors_at(end.experts, points) @ exponents) - float(normalizer.value)
+    ratios = np.where(np.isfinite(values), values - log_q, -np.inf)
+    log_weights, pareto_k = pareto_smooth(jnp.asarray(ratios))
+    ess = effective_sample_size(log_weights)
+    log_evidence = float(logsumexp(ratios)) - math.log(len(ratios))
     runaway = history.pop("runaway")
     reasons = trust_warnings(
         pareto_k=float(pareto_k),
         ess=float(ess),
         num_draws=settings.num_draws,
-        degrees_of_freedom=float(white.degrees_of_freedom),
+        degrees_of_freedom=2.0 * float(np.sum(exponents)) - len(loc),
         normalizer_error=float(normalizer.standard_error),
         num_nonfinite=int(np.sum(history["num_nonfinite"])),
         num_runaway=int(np.sum(runaway)),
     )
-    constrained = None if target.constrain is None else target.constrain(np.asarray(draws))
+    constrained = None if target.constrain is None else target.constrain(draws)
     return FitResult(
-        distribution=_in_target_coordinates(end, exponents, normalizer),
-        draws=np.asarray(draws),
-        log_density=np.asarray(values),
-        log_q=np.asarray(log_q),
+        distribution=_in_target_coordinates(end, exponents, normalizer, steps),
+        draws=draws,
+        log_density=values,
+        log_q=log_q,
         log_weights=np.asarray(log_weights),
         constrained_draws=constrained,
         pareto_k=float(pareto_k),
-        log_evidence=float(log_evidence),
+        log_evidence=log_evidence,
         normalizer_ess=float(normalizer.ess),
         history=History(**history),
         evaluations=used,
         warnings=reasons,
         trusted=not reasons,
-        whitening_loc=np.asarray(end.whitening.loc),
-        whitening_scale=np.asarray(scale),
+        whitening_loc=loc,
+        whitening_scale=scale,
     )
 
 
-@partial(jax.jit, static_argnums=0)
-def _weigh(
-    log_density: LogDensity,
-    white: ProductOfT,
-    log_normalizer: Array,
-    whitening: Whitening,
-    points: Array,
-) -> tuple[Array, ...]:
-    """Draws in z, log p, log q, smoothed log weights, k-hat, their ESS and the log evidence."""
-    draws = whitening.loc[None] + points @ whitening.scale.T
-    values = jax.vmap(log_density)(draws)
-    log_q = white.unnormalized_log_prob(points) - log_normalizer
-    ratios = jnp.where(jnp.isfinite(values), values - log_q, -jnp.inf)
-    log_weights, pareto_k = pareto_smooth(ratios)
-    log_evidence = jax.nn.logsumexp(ratios) - math.log(points.shape[0])
-    ess = effective_sample_size(log_weights)
-    return draws, values, log_q, log_weights, pareto_k, ess, log_evidence
+def _draw(
+    key: Array, experts: Experts, exponents: Array, num_draws: int
+) -> tuple[np.ndarray, WeightedDraws, int]:
+    """Draws of q, the annealed ones behind them, and the number of steps: more where ESS is low."""
+    steps = _ANNEALING
+    while True:
+        points, annealed = annealed_gibbs(key, experts, exponents, num_draws, steps)
+        share = float(annealed.ess) / annealed.values.shape[0]
+        if share >= _GOOD_SHARE or steps >= _MAX_ANNEALING:
+            return np.asarray(points), annealed, steps
+        steps *= 4
 
 
 def _in_target_coordinates(
-    end: Preparation, exponents: np.ndarray, normalizer: LogNormalizer
+    end: Preparation, exponents: np.ndarray, normalizer: LogNormalizer, steps: int
 ) -> ProductOfT:
     """Q as a product in z, with numpy's arrays, which keep their digits outside this precision."""
     num_full = end.experts.full_loc.shape[0]
     full = np.flatnonzero(exponents[:num_full] > 0)
     factored = np.flatnonzero(exponents[num_full:] > 0)
+    every = jax.tree.map(np.asarray, end.experts)
     experts = Experts(
-        full_loc=end.experts.full_loc[full],
-        full_precision=end.experts.full_precision[full],
-        factored_loc=end.experts.factored_loc[factored],
-        factored_factor=end.experts.factored_factor[factored],
-        factored_diagonal=end.experts.factored_diagonal[factored],
+        full_loc=jnp.asarray(every.full_loc[full]),
+        full_precision=jnp.asarray(every.full_precision[full]),
+        factored_loc=jnp.asarray(every.factored_loc[factored]),
+        factored_factor=jnp.asarray(every.factored_factor[factored]),
+        factored_diagonal=jnp.asarray(every.factored_diagonal[factored]),
     )
     experts = transform_experts(experts, end.whitening.loc, end.whitening.scale)
     return ProductOfT(
@@ -297,4 +300,5 @@ def _in_target_coordinates(
         exponents[np.concatenate([full, num_full + factored])],
         log_normalizer=np.asarray(normalizer.value),
         log_normalizer_error=np.asarray(normalizer.standard_error),
+        warmup_sweeps=steps,
     )

@@ -169,22 +169,22 @@ class ProductOfT(Distribution):
         if method not in _METHODS:
             raise ValueError(f"method={method!r}: expected one of {_METHODS}")
         if method == "annealed":
-            return _log_mean(self._annealed(key, num_samples, self.warmup_sweeps))
+            return log_mean_weight(self._annealed(key, num_samples, self.warmup_sweeps))
         if method == "auto":
             centre_key, key = jax.random.split(key)
             return self.log_normalizer_about(
                 key, self.sample(centre_key, (samplers.CENTRES,)), num_samples
             )
-        return _log_mean(self.weighted_sample(key, num_samples, method))
+        return log_mean_weight(self.weighted_sample(key, num_samples, method))
 
     def log_normalizer_about(
         self, key: Key[Array, ""], draws: Float[Array, "centres dim"], num_samples: int = 4096
     ) -> LogNormalizer:
         """`estimate_log_normalizer` with method "auto", given draws of q as centres."""
         weighted = samplers.mixture_draws(key, self.experts, self.exponents, draws, num_samples)
-        estimate = _log_mean(weighted)
+        estimate = log_mean_weight(weighted)
         if estimate.ess < _GOOD_ESS:
-            return _log_mean(self._annealed(key, num_samples, 4 * self.warmup_sweeps))
+            return log_mean_weight(self._annealed(key, num_samples, 4 * self.warmup_sweeps))
         return estimate
 
     def conditional(self, weights: Float[Array, "*batch experts"]) -> MultivariateStudentT:
@@ -242,7 +242,7 @@ class ProductOfT(Distribution):
         The annealing gives modes far apart their masses, which single chains would be slow to.
         """
         count = math.prod(sample_shape)
-        draws = samplers.annealed_gibbs(
+        draws, _ = samplers.annealed_gibbs(
             key, self.experts, self.exponents, count, self.warmup_sweeps
         )
         return draws.reshape(*sample_shape, self.experts.dim)
@@ -274,7 +274,8 @@ class ProductOfT(Distribution):
 
 
 @jax.jit
-def _log_mean(draws: samplers.WeightedDraws) -> LogNormalizer:
+def log_mean_weight(draws: samplers.WeightedDraws) -> LogNormalizer:
+    """Log C from weighted draws."""
     count = draws.log_weights.shape[0]
     value = logsumexp(draws.log_weights) - math.log(count)
     variance = jnp.maximum(1.0 / draws.ess - 1.0 / count, 0.0)

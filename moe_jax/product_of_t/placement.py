@@ -4,17 +4,13 @@ All in whitened coordinates x = scale^-1 (z - loc), where the target is roughly 
 """
 
 import math
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
 from moe_jax.product_of_t.experts import Experts, full_experts, low_rank_experts
-from moe_jax.product_of_t.targets import LogDensity
+from moe_jax.product_of_t.targets import LogDensity, derivatives_at, generator_of
 from moe_jax.product_of_t.update import Whitening
-from moe_jax.product_of_t.warmup import hessian
 
 _LADDER_FREEDOMS = (1.0, 10.0, 100.0)
 _BROAD = 0.01
@@ -32,8 +28,8 @@ def ladder(dim: int) -> Experts:
     The last keeps the product integrable whatever else is chosen, at little cost in shape.
     """
     scales = [1.0 / (freedom + dim) for freedom in _LADDER_FREEDOMS] + [_BROAD / dim]
-    precision = jnp.asarray(scales)[:, None, None] * jnp.eye(dim)[None]
-    return full_experts(jnp.zeros((len(scales), dim)), precision)
+    precision = np.asarray(scales)[:, None, None] * np.eye(dim)
+    return full_experts(np.zeros((len(scales), dim)), precision)
 
 
 def coordinate_experts(scale: Float[np.ndarray, "dim dim"]) -> Experts:
@@ -48,76 +44,59 @@ def coordinate_experts(scale: Float[np.ndarray, "dim dim"]) -> Experts:
     # The last of each coordinate is twice as wide.
     widths = [1.0] * len(offsets) + [2.0]
     factor = [direction / width for direction in directions for width in widths]
-    return low_rank_experts(jnp.asarray(loc), jnp.asarray(factor)[..., None])
-
-
-def curvatures(
-    log_density: LogDensity, whitening: Whitening, points: Float[Array, "experts dim"]
-) -> Float[Array, "experts dim dim"]:
-    """-Hessian of log p in whitened coordinates, eigenvalues raised to a positive floor."""
-
-    def at(point: Array) -> Array:
-        matrix = hessian(log_density, whitening.loc + whitening.scale @ point)
-        matrix = -whitening.scale.T @ matrix @ whitening.scale
-        finite = jnp.all(jnp.isfinite(matrix))
-        matrix = jnp.where(finite, 0.5 * (matrix + matrix.T), jnp.eye(matrix.shape[0]))
-        values, vectors = jnp.linalg.eigh(matrix)
-        values = jnp.clip(values, _CURVATURE_FLOOR, _CURVATURE_CEILING)
-        # Keeps the condition number within what the definiteness check and Cholesky bear.
-        values = jnp.maximum(values, 1e-10 * jnp.max(values))
-        return (vectors * values[None]) @ vectors.T
-
-    return jax.vmap(at)(points)
+    return low_rank_experts(np.asarray(loc), np.asarray(factor)[..., None])
 
 
 def local_experts(
     log_density: LogDensity,
     whitening: Whitening,
-    points: Float[Array, "experts dim"],
+    points: Float[np.ndarray, "experts dim"],
     local_scales: tuple[float | str, ...],
 ) -> Experts:
-    """Experts at the points, with -Hessian / kappa, kappa from `local_scales` in turn."""
-    return _local_experts(log_density, local_scales, whitening, points)
+    """Experts at the points, with -Hessian / kappa, kappa from `local_scales` in turn.
 
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _local_experts(
-    log_density: LogDensity,
-    local_scales: tuple[float | str, ...],
-    whitening: Whitening,
-    points: Array,
-) -> Experts:
-    dim = points.shape[-1]
+    The Hessians are those of log p in whitened coordinates, the eigenvalues of their negatives
+    raised to a positive floor.
+    """
+    loc, scale = np.asarray(whitening.loc), np.asarray(whitening.scale)
+    hessians = derivatives_at(log_density, loc + points @ scale.T).hessians
+    count, dim = points.shape
+    curvature = -(scale.T @ hessians @ scale)
+    finite = np.all(np.isfinite(curvature), axis=(-2, -1))[:, None, None]
+    curvature = np.where(finite, 0.5 * (curvature + np.swapaxes(curvature, -1, -2)), np.eye(dim))
+    values, vectors = np.linalg.eigh(curvature)
+    values = np.clip(values, _CURVATURE_FLOOR, _CURVATURE_CEILING)
+    # Keeps the condition number within what the definiteness check and Cholesky bear.
+    values = np.maximum(values, 1e-10 * np.max(values, axis=-1, keepdims=True))
     kappas = [dim + 5.0 if each == "dof" else float(each) for each in local_scales]
-    kappa = jnp.asarray([kappas[i % len(kappas)] for i in range(points.shape[0])])
-    precision = curvatures(log_density, whitening, points) / kappa[:, None, None]
-    return full_experts(points, 0.5 * (precision + jnp.swapaxes(precision, -1, -2)))
+    values = values / np.resize(kappas, count)[:, None]
+    precision = (vectors * values[:, None, :]) @ np.swapaxes(vectors, -1, -2)
+    return full_experts(points, 0.5 * (precision + np.swapaxes(precision, -1, -2)))
 
 
-@partial(jax.jit, static_argnums=3)
 def choose_points(
     key: Key[Array, ""],
-    points: Float[Array, "draws dim"],
-    log_ratios: Float[Array, " draws"],
+    points: Float[np.ndarray, "draws dim"],
+    log_ratios: Float[np.ndarray, " draws"],
     count: int,
-) -> Float[Array, "count dim"]:
+) -> Float[np.ndarray, "count dim"]:
     """Draws without replacement, with probabilities by sqrt(p / proposal): Gumbel's top k."""
-    noise = jax.random.gumbel(key, log_ratios.shape, log_ratios.dtype)
-    ranks = jnp.where(jnp.isfinite(log_ratios), 0.5 * log_ratios + noise, -jnp.inf)
-    return points[jax.lax.top_k(ranks, count)[1]]
+    noise = generator_of(key).gumbel(size=log_ratios.shape)
+    ranks = np.where(np.isfinite(log_ratios), 0.5 * log_ratios + noise, -np.inf)
+    return points[np.argsort(-ranks, kind="stable")[:count]]
 
 
 def jittered_points(
     key: Key[Array, ""],
-    loc: Float[Array, "modes dim"],
-    scale: Float[Array, "modes dim dim"],
+    loc: Float[np.ndarray, "modes dim"],
+    scale: Float[np.ndarray, "modes dim dim"],
     count: int,
-) -> Float[Array, "count dim"]:
+) -> Float[np.ndarray, "count dim"]:
     """The modes, then points normal about them in turn with twice their Laplace scale."""
-    noise = 2.0 * jax.random.normal(key, (count, loc.shape[-1]), loc.dtype)
-    turn = jnp.arange(count) % loc.shape[0]
-    noise = jnp.where((jnp.arange(count) < loc.shape[0])[:, None], 0.0, noise)
-    return loc[turn] + jnp.einsum("nij,nj->ni", scale[turn], noise)
+    noise = 2.0 * generator_of(key).standard_normal((count, loc.shape[-1]))
+    noise[: len(loc)] = 0.0
+    turn = np.arange(count) % len(loc)
+    return loc[turn] + np.einsum("nij,nj->ni", scale[turn], noise)
 
 
 def first_exponents(experts: Experts, dim: int) -> Float[np.ndarray, " experts"]:

@@ -1,7 +1,6 @@
 """What a fit starts from: whitening, experts, exponents and chains; and a new choice of experts."""
 
 import dataclasses
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,10 +9,15 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from moe_jax.product_of_t import placement, warmup
-from moe_jax.product_of_t.experts import Experts, join_experts, log_factors, transform_experts
-from moe_jax.product_of_t.samplers import conditional_parameters, gibbs
+from moe_jax.product_of_t.experts import (
+    Experts,
+    join_experts,
+    log_factors_at,
+    transform_experts,
+)
+from moe_jax.product_of_t.samplers import conditional_parameters, gibbs_step
 from moe_jax.product_of_t.settings import FitSettings
-from moe_jax.product_of_t.targets import LogDensity, Target
+from moe_jax.product_of_t.targets import LogDensity, Target, generator_of, values_at
 from moe_jax.product_of_t.update import Whitening
 
 _CANDIDATES_PER_EXPERT = 40
@@ -78,15 +82,15 @@ def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Prepa
     log_density = target.log_density
     anchors = warmup.find_anchors(log_density, target.starts)
     used = Evaluations(anchors.scores, 0, anchors.hessians, dim)
-    loc, scale = jnp.asarray(anchors.loc), jnp.asarray(anchors.scale)
+    loc, scale = anchors.loc, anchors.scale
     best = 0
     if settings.match_iterations:
-        batch, steps = settings.match_batch_size, settings.match_iterations
-        locs, scales = warmup.batch_and_match(keys[0], log_density, loc[0], scale[0], batch, steps)
-        loc = jnp.concatenate([loc, locs[-1:]])
-        scale = jnp.concatenate([scale, scales[-1:]])
+        batch, steps = settings.batch_size, settings.match_iterations
+        matched = warmup.batch_and_match(keys[0], log_density, loc[0], scale[0], batch, steps)
+        loc = np.concatenate([loc, matched[0][None]])
+        scale = np.concatenate([scale, matched[1][None]])
         bounds = [
-            float(warmup.evidence_bound(keys[1], log_density, *anchor, _BOUND_DRAWS))
+            warmup.evidence_bound(keys[1], log_density, *anchor, _BOUND_DRAWS)
             for anchor in zip(loc, scale, strict=True)
         ]
         best = int(np.argmax(bounds))
@@ -95,36 +99,36 @@ def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Prepa
     count = max(_MIN_CANDIDATES, _CANDIDATES_PER_EXPERT * settings.local_experts)
     candidates = warmup.draw_candidates(keys[2], log_density, loc, scale, count)
     used = used.plus(log_density=count)
-    whitening = Whitening(jnp.zeros(dim), jnp.eye(dim))
+    centre, root = np.zeros(dim), np.eye(dim)
     if settings.whiten:
-        whitening = _whitening(candidates, Whitening(loc[best], scale[best]))
+        centre, root = _tempered_moments(candidates, loc[best], scale[best])
+    whitening = Whitening(jnp.asarray(centre), jnp.asarray(root))
 
     parts = [placement.ladder(dim)] if settings.ladder else []
     if settings.local_experts:
         modes = loc[: max(anchors.num_modes, 1)]
         if settings.placement == "jitter":
-            num_modes = modes.shape[0]
             points = placement.jittered_points(
-                keys[3], modes, scale[:num_modes], settings.local_experts
+                keys[3], modes, scale[: len(modes)], settings.local_experts
             )
         else:
             # Each mode once with every scale, then the draws.
-            modes = jnp.repeat(modes, len(settings.local_scales), axis=0)
+            modes = np.repeat(modes, len(settings.local_scales), axis=0)
             modes = modes[: settings.local_experts // 2]
             rest = settings.local_experts - modes.shape[0]
             drawn = placement.choose_points(keys[3], *candidates, rest)
-            points = jnp.concatenate([modes, drawn])
-        points = _to_white(whitening, points)
+            points = np.concatenate([modes, drawn])
+        points = np.linalg.solve(root, (points - centre).T).T
         parts.append(placement.local_experts(log_density, whitening, points, settings.local_scales))
         used = used.plus(hessian=settings.local_experts)
     if not parts:
         raise ValueError("ladder=False and local_experts=0: no positive definite expert is left")
     if settings.coordinate_experts:
-        parts.append(placement.coordinate_experts(np.asarray(whitening.scale)))
+        parts.append(placement.coordinate_experts(root))
     experts = join_experts(*parts)
     exponents = jnp.asarray(placement.first_exponents(experts, dim))
-    points = _start_chains(keys[4], experts, exponents, settings.batch_size)
-    return Preparation(whitening, experts, exponents, points, used)
+    chains = _start_chains(keys[4], experts, exponents, settings.batch_size)
+    return Preparation(whitening, experts, exponents, chains, used)
 
 
 def prepare_given(
@@ -138,23 +142,21 @@ def prepare_given(
     That makes the fit equivariant: an affine map of target and experts leaves the exponents.
     """
     dim = experts.dim
-    whitening = Whitening(jnp.zeros(dim), jnp.eye(dim))
+    whitening = Whitening(jnp.asarray(np.zeros(dim)), jnp.asarray(np.eye(dim)))
     if settings.whiten:
         share = (exponents / jnp.sum(exponents))[None]
-        centre, cholesky, spread, _ = conditional_parameters(experts, exponents, share)
-        covariance = jnp.linalg.inv(cholesky[0] @ cholesky[0].T) * spread[0]
+        centre, cholesky, spread, _ = map(
+            np.asarray, jax.jit(conditional_parameters)(experts, exponents, share)
+        )
         # A scale matrix; the covariance may be infinite.
-        covariance = covariance / (2.0 * jnp.sum(exponents) - dim)
-        whitening = Whitening(centre[0], jnp.linalg.cholesky(covariance))
-        experts = inverse_transform(experts, whitening)
+        freedom = 2.0 * float(np.sum(exponents)) - dim
+        covariance = np.linalg.inv(cholesky[0] @ cholesky[0].T) * spread[0] / freedom
+        root = np.linalg.cholesky(covariance)
+        whitening = Whitening(jnp.asarray(centre[0]), jnp.asarray(root))
+        inverse = np.linalg.inv(root)
+        experts = transform_experts(experts, -inverse @ centre[0], inverse)
     points = _start_chains(key, experts, exponents, settings.batch_size)
     return Preparation(whitening, experts, exponents, points, Evaluations(0, 0, 0, dim))
-
-
-def inverse_transform(experts: Experts, whitening: Whitening) -> Experts:
-    """Experts of z as experts of x, z = loc + scale x."""
-    inverse = jnp.linalg.inv(whitening.scale)
-    return transform_experts(experts, -inverse @ whitening.loc, inverse)
 
 
 def refresh(
@@ -177,21 +179,30 @@ def refresh(
     count = num_full - len(kept)
 
     gibbs_key, choice_key = jax.random.split(key)
-    states = gibbs(gibbs_key, experts, before.exponents, before.points, _SWEEPS)
-    points = states.reshape(-1, experts.dim)
-    ratios = _log_ratios(log_density, before.whitening, experts, before.exponents, points)
-    centres = placement.choose_points(choice_key, points, ratios, settings.local_experts)
-    # As many as there are local slots, whatever is kept, for the sake of static shapes.
+    states: list[Array] = []
+    for index in range(_SWEEPS):
+        last = states[-1] if states else before.points
+        states.append(gibbs_step(gibbs_key, np.int32(index), experts, before.exponents, last))
+    points = np.concatenate([np.asarray(state) for state in states])
+    values = values_at(
+        log_density,
+        np.asarray(before.whitening.loc) + points @ np.asarray(before.whitening.scale).T,
+    )
+    ratios = values + log_factors_at(experts, points) @ exponents
+    ratios = np.where(np.isfinite(ratios), ratios, -np.inf)
+    centres = placement.choose_points(choice_key, points, ratios, count)
     fresh = placement.local_experts(log_density, before.whitening, centres, settings.local_scales)
+
+    def renew(old: Array, new: Array) -> Array:
+        return jnp.asarray(np.concatenate([np.asarray(old)[kept], np.asarray(new)]))
+
     experts = dataclasses.replace(
         experts,
-        full_loc=jnp.concatenate([experts.full_loc[kept], fresh.full_loc[:count]]),
-        full_precision=jnp.concatenate(
-            [experts.full_precision[kept], fresh.full_precision[:count]]
-        ),
+        full_loc=renew(experts.full_loc, fresh.full_loc),
+        full_precision=renew(experts.full_precision, fresh.full_precision),
     )
     following = np.concatenate([exponents[kept], np.zeros(count), exponents[num_full:]])
-    used = before.evaluations.plus(log_density=points.shape[0], hessian=count)
+    used = before.evaluations.plus(log_density=len(points), hessian=count)
     return before._replace(
         experts=experts,
         exponents=jnp.asarray(following),
@@ -200,45 +211,30 @@ def refresh(
     )
 
 
-@partial(jax.jit, static_argnums=0)
-def _log_ratios(
-    log_density: LogDensity,
-    whitening: Whitening,
-    experts: Experts,
-    exponents: Array,
-    points: Array,
-) -> Array:
-    values = jax.vmap(log_density)(whitening.loc[None] + points @ whitening.scale.T)
-    log_q = -(log_factors(experts, points) @ exponents)
-    return jnp.where(jnp.isfinite(values), values - log_q, -jnp.inf)
-
-
-@jax.jit
-def _whitening(candidates: warmup.Candidates, anchor: Whitening) -> Whitening:
-    """Moments of the candidates under tempered weights, or the anchor where those are poor."""
-    dim = anchor.loc.shape[0]
-    least = max(100.0, 10.0 * dim)
-    power = warmup.temper(candidates.log_ratios, least)
-    weights = jax.nn.softmax(
-        jnp.where(jnp.isfinite(candidates.log_ratios), power * candidates.log_ratios, -jnp.inf)
-    )
-    loc = weights @ candidates.points
-    offset = _to_white(anchor, candidates.points) - _to_white(anchor, loc[None])
-    covariance = (offset * weights[:, None]).T @ offset
-    scale = anchor.scale @ jnp.linalg.cholesky(covariance)
-    trusted = (power >= _TRUSTED_POWER) & jnp.all(jnp.isfinite(scale))
-    return Whitening(jnp.where(trusted, loc, anchor.loc), jnp.where(trusted, scale, anchor.scale))
-
-
-@jax.jit
-def _to_white(whitening: Whitening, points: Array) -> Array:
-    offset = (points - whitening.loc[None]).T
-    return jax.scipy.linalg.solve_triangular(whitening.scale, offset, lower=True).T
+def _tempered_moments(
+    candidates: warmup.Candidates, loc: np.ndarray, scale: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Moments of the candidates under tempered weights, or the anchor's where those are poor."""
+    power = warmup.temper(candidates.log_ratios, max(100.0, 10.0 * len(loc)))
+    if power < _TRUSTED_POWER:
+        return loc, scale
+    logs = power * candidates.log_ratios
+    weights = np.exp(logs - np.max(logs))
+    weights /= np.sum(weights)
+    mean = weights @ candidates.points
+    offset = np.linalg.solve(scale, (candidates.points - mean).T).T
+    try:
+        return mean, scale @ np.linalg.cholesky((offset * weights[:, None]).T @ offset)
+    except np.linalg.LinAlgError:
+        return loc, scale
 
 
 def _start_chains(key: Array, experts: Experts, exponents: Array, count: int) -> Array:
     """States after some sweeps from the centres of positive definite experts, drawn at random."""
     pick_key, gibbs_key = jax.random.split(key)
-    pick = jax.random.categorical(pick_key, jnp.log(experts.is_full_rank), shape=(count,))
-    # `refresh` calls the same compiled function.
-    return gibbs(gibbs_key, experts, exponents, experts.loc[pick], _SWEEPS)[-1]
+    full = np.flatnonzero(np.asarray(experts.is_full_rank))
+    pick = generator_of(pick_key).choice(full, size=count)
+    points = jnp.asarray(np.asarray(experts.loc)[pick])
+    for index in range(_SWEEPS):
+        points = gibbs_step(gibbs_key, np.int32(index), experts, exponents, points)
+    return points

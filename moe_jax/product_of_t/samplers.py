@@ -10,12 +10,14 @@ from functools import partial
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import gammaln, logsumexp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from moe_jax.product_of_t.experts import (
     Experts,
     _solve,
+    expanded_quadratics,
     full_experts,
     join_experts,
     log_factors,
@@ -29,6 +31,8 @@ _DEFENSIVE = 0.05
 # Centres of the mixture proposal.
 CENTRES = 128
 _MAX_CHAINS = 1000
+# Sweeps after resampling before the first draw is kept.
+_SETTLING = 8
 _REFERENCE_DEGREES_OF_FREEDOM = 5.0
 
 
@@ -60,40 +64,65 @@ def log_gamma_draws(
 ) -> Float[Array, "batch experts"]:
     """Logarithms of independent Gamma(concentration, 1) variables; -inf where it is 0.
 
-    Marsaglia and Tsang (2000) on the whole array at once, again until nothing is left of the one in
-    thirty that each pass rejects. `jax.random.loggamma` runs a loop of its own for each element on
-    CPU, at fifteen times the cost, which would be most of the cost of a fit.
+    Marsaglia and Tsang (2000) on the whole array at once, then on the few that were rejected, at
+    most one in twenty on average, gathered. `jax.random.loggamma` runs a loop of its own for each
+    element on CPU, at fifteen times the cost, which would be most of the cost of a fit.
     """
-    dtype = concentration.dtype
     # Gamma(a) is Gamma(a + 1) V^(1/a), which avoids the small a where rejection fails.
-    shape = jnp.where(concentration < 1, concentration + 1, concentration)
+    flat = concentration.reshape(-1)
+    shape = jnp.where(flat < 1, flat + 1, flat)
     third = shape - 1.0 / 3.0
-
-    def propose(state: tuple) -> tuple:
-        key, value, log_v, accepted = state
-        key, normal_key, uniform_key = jax.random.split(key, 3)
-        normal = jax.random.normal(normal_key, shape.shape, dtype)
-        root = 1 + normal / (3.0 * jnp.sqrt(third))
-        safe = jnp.where(root > 0, root, 1.0)
-        log_cube = 3.0 * jnp.log(safe)
-        bound = 0.5 * normal**2 + third * (1.0 - safe**3 + log_cube)
-        log_uniform = jnp.log1p(-jax.random.uniform(uniform_key, shape.shape, dtype))
-        good = (root > 0) & (log_uniform < bound)
-        new = good & ~accepted
-        value = jnp.where(new, jnp.log(third) + log_cube, value)
-        # Below a bound that it met, the uniform is uniform again: V costs no further draw.
-        log_v = jnp.where(new, log_uniform - jnp.minimum(bound, 0.0), log_v)
-        return key, value, log_v, accepted | good
-
+    count = flat.shape[0]
+    buffer = min(count, count // 16 + 64)
+    first_key, key = jax.random.split(key)
+    value, log_v, accepted = _propose_log_gamma(first_key, third)
     # A shape that is no number accepts nothing: it gives no number, instead of a loop for ever.
     hopeless = ~jnp.isfinite(shape)
-    first = jnp.where(hopeless, jnp.nan, jnp.zeros_like(shape))
+    value, accepted = jnp.where(hopeless, jnp.nan, value), accepted | hopeless
+
+    def retry(state: tuple) -> tuple:
+        key, value, log_v, accepted = state
+        # Positions of the first rejected; `count`, beyond the end, where there are no more.
+        place = jnp.where(accepted, count, jnp.cumsum((~accepted).astype(jnp.int32)) - 1)
+        index = jnp.full(buffer, count, jnp.int32)
+        index = index.at[place].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+        some = jnp.take(third, index, mode="fill", fill_value=1.0)
+
+        def propose(inner: tuple) -> tuple:
+            key, old, old_v, done = inner
+            key, step_key = jax.random.split(key)
+            new, new_v, good = _propose_log_gamma(step_key, some)
+            new, new_v = jnp.where(done, old, new), jnp.where(done, old_v, new_v)
+            return key, new, new_v, done | good
+
+        inner = (key, jnp.zeros_like(some), jnp.zeros_like(some), index == count)
+        key, new, new_v, _ = jax.lax.while_loop(lambda inner: ~jnp.all(inner[3]), propose, inner)
+        value = value.at[index].set(new, mode="drop")
+        log_v = log_v.at[index].set(new_v, mode="drop")
+        return key, value, log_v, accepted.at[index].set(True, mode="drop")
+
     _, value, log_v, _ = jax.lax.while_loop(
-        lambda state: ~jnp.all(state[3]), propose, (key, first, first, hopeless)
+        lambda state: ~jnp.all(state[3]), retry, (key, value, log_v, accepted)
     )
-    is_positive = concentration > 0
-    boost = jnp.where(concentration < 1, log_v / jnp.where(is_positive, concentration, 1.0), 0.0)
-    return jnp.where(concentration == 0, -jnp.inf, value + boost)
+    is_positive = flat > 0
+    boost = jnp.where(flat < 1, log_v / jnp.where(is_positive, flat, 1.0), 0.0)
+    return jnp.where(flat == 0, -jnp.inf, value + boost).reshape(concentration.shape)
+
+
+def _propose_log_gamma(key: Array, third: Array) -> tuple[Array, Array, Array]:
+    """A proposal for each shape a = third + 1/3 >= 1: log of it, log of a uniform, acceptance."""
+    # Both from one call, which halves the code to compile.
+    edge = np.nextafter(np.asarray(-1.0, third.dtype), np.asarray(0.0, third.dtype))
+    uniform = jax.random.uniform(key, (2, *third.shape), third.dtype, edge, 1.0)
+    normal = math.sqrt(2.0) * jax.lax.erf_inv(uniform[0])
+    root = 1 + normal / (3.0 * jnp.sqrt(third))
+    safe = jnp.where(root > 0, root, 1.0)
+    log_cube = 3.0 * jnp.log(safe)
+    bound = 0.5 * normal**2 + third * (1.0 - safe**3 + log_cube)
+    log_uniform = jnp.log(0.5 - 0.5 * uniform[1])
+    # Below a bound that it met, the uniform is uniform again: V costs no further draw.
+    log_v = log_uniform - jnp.minimum(bound, 0.0)
+    return jnp.log(third) + log_cube, log_v, (root > 0) & (log_uniform < bound)
 
 
 def gibbs_sweep(
@@ -111,11 +140,24 @@ def gibbs_sweep(
     shape = (points.shape[0], exponents.shape[0])
     # Single precision moves a draw by a relative 1e-7, and costs half.
     concentration = jnp.broadcast_to(exponents.astype(jnp.float32)[None], shape)
-    log_gamma = log_gamma_draws(gamma_key, concentration).astype(exponents.dtype)
-    rates = jnp.exp(log_gamma) / (1.0 + quadratics(experts, points))
+    gamma = jnp.exp(log_gamma_draws(gamma_key, concentration)).astype(exponents.dtype)
+    rates = gamma / (1.0 + expanded_quadratics(experts, points))
     centre, cholesky = weighted_quadratic(experts, rates)
     normal = jax.random.normal(normal_key, points.shape, points.dtype) * math.sqrt(0.5)
     return centre + _solve(cholesky, normal, transpose=True)
+
+
+@jax.jit
+def gibbs_step(
+    key: Key[Array, ""],
+    count: Int[Array, ""] | Int[np.ndarray, ""],
+    experts: Experts,
+    exponents: Float[Array, " experts"],
+    points: Float[Array, "chains dim"],
+) -> Float[Array, "chains dim"]:
+    """`gibbs_sweep` by the `count`-th key of `key`; a chain that would leave the numbers stays."""
+    moved = gibbs_sweep(jax.random.fold_in(key, count), experts, exponents, points)
+    return jnp.where(jnp.all(jnp.isfinite(moved), axis=-1, keepdims=True), moved, points)
 
 
 @partial(jax.jit, static_argnums=4)
@@ -227,7 +269,6 @@ def mixture_draws(
     return WeightedDraws(values=values, log_weights=log_ratio, ess=effective_sample_size(log_ratio))
 
 
-@partial(jax.jit, static_argnums=(3, 4))
 def annealed_draws(
     key: Key[Array, ""],
     experts: Experts,
@@ -240,7 +281,45 @@ def annealed_draws(
     The t is fitted to z | E[w], with at most 5 degrees of freedom. Its exponent falls to 0 as those
     of the experts grow, at step i by (i / steps)^2.
     """
+    return _anneal(key, experts, exponents, num_samples, 0, np.int32(num_steps))[0]
+
+
+def annealed_gibbs(
+    key: Key[Array, ""],
+    experts: Experts,
+    exponents: Float[Array, " experts"],
+    num_samples: int,
+    num_steps: int,
+) -> tuple[Float[Array, "samples dim"], WeightedDraws]:
+    """Draws without weights: annealed, resampled, then moved by Gibbs sweeps.
+
+    Asked for more draws than there are chains, each chain gives several, two sweeps apart.
+
+    Returns:
+        The draws, and the annealed ones with the weights they were resampled by.
+    """
+    # Resampling from few particles would repeat the luck of one of them.
+    chains = max(min(num_samples, _MAX_CHAINS), 64)
+    rounds = -(-num_samples // chains) or 1
+    weighted, draws = _anneal(key, experts, exponents, chains, rounds, np.int32(num_steps))
+    return draws[:num_samples], weighted
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _anneal(
+    key: Array,
+    experts: Experts,
+    exponents: Array,
+    chains: int,
+    rounds: int,
+    num_steps: Array,
+) -> tuple[WeightedDraws, Array]:
+    """Weighted draws after `num_steps`, and `rounds` states of every chain after resampling.
+
+    One loop does all, for each copy of a sweep takes a second to compile.
+    """
     total, dim = jnp.sum(exponents), experts.dim
+    dtype = exponents.dtype
     share = (exponents / total)[None]
     centre, cholesky, spread, _ = conditional_parameters(experts, exponents, share)
     freedom = jnp.minimum(2.0 * total - dim, _REFERENCE_DEGREES_OF_FREEDOM)
@@ -251,49 +330,45 @@ def annealed_draws(
     first = jnp.pad(0.5 * (freedom + dim)[None], (0, exponents.shape[0]))
     last = jnp.pad(exponents, (1, 0))
 
-    start_key, key = jax.random.split(key)
-    only = jnp.zeros((num_samples, 1), exponents.dtype)
-    values, log_mass = _draw_conditionals(start_key, reference, first[:1], only)
+    start_key, resample_key, order_key, key = jax.random.split(key, 4)
+    only = jnp.zeros((chains, 1), dtype)
+    points, log_mass = _draw_conditionals(start_key, reference, first[:1], only)
+    weighted = WeightedDraws(values=points, log_weights=log_mass, ess=jnp.zeros((), dtype))
+    draws = jnp.zeros((max(rounds, 1), chains, dim), dtype)
 
-    def step(state: tuple[Array, Array], inputs: tuple[Array, Array]) -> tuple:
-        points, log_weights = state
-        key, index = inputs
-        before, after = (index / num_steps) ** 2, ((index + 1) / num_steps) ** 2
+    def fraction(index: Array) -> Array:
+        return jnp.minimum(index.astype(dtype) / num_steps.astype(dtype), 1.0) ** 2
+
+    def step(index: Array, state: tuple) -> tuple:
+        points, log_weights, weighted, draws = state
+        before, after = fraction(index), fraction(index + 1)
         log_d = log_factors(everyone, points)
         log_weights = log_weights - (after - before) * (log_d @ (last - first))
-        points = gibbs_sweep(key, everyone, first + after * (last - first), points)
-        return (points, log_weights), None
+        step_key = jax.random.fold_in(key, index)
+        points = gibbs_sweep(step_key, everyone, first + after * (last - first), points)
+        if rounds:
 
-    steps = jnp.arange(num_steps).astype(exponents.dtype)
-    keys = jax.random.split(key, num_steps)
-    (values, log_weights), _ = jax.lax.scan(step, (values, log_mass), (keys, steps))
-    return WeightedDraws(
-        values=values, log_weights=log_weights, ess=effective_sample_size(log_weights)
-    )
+            def restart() -> tuple[Array, WeightedDraws]:
+                ess = effective_sample_size(log_weights)
+                found = WeightedDraws(values=points, log_weights=log_weights, ess=ess)
+                return resample(resample_key, found, chains), found
 
+            points, weighted = jax.lax.cond(
+                index + 1 == num_steps, restart, lambda: (points, weighted)
+            )
+            # The last write counts: after `_SETTLING` sweeps, then after every second.
+            slot = jnp.clip((index + 1 - num_steps - _SETTLING + 1) // 2, 0, rounds - 1)
+            draws = jax.lax.dynamic_update_index_in_dim(draws, points, slot, 0)
+        return points, log_weights, weighted, draws
 
-@partial(jax.jit, static_argnums=(3, 4))
-def annealed_gibbs(
-    key: Key[Array, ""],
-    experts: Experts,
-    exponents: Float[Array, " experts"],
-    num_samples: int,
-    num_steps: int,
-) -> Float[Array, "samples dim"]:
-    """Draws without weights: annealed, resampled, then moved by Gibbs sweeps.
-
-    Asked for more draws than there are chains, each chain gives several, two sweeps apart.
-    """
-    chains = max(min(num_samples, _MAX_CHAINS), 1)
-    rounds = -(-num_samples // chains) or 1
-    anneal_key, resample_key, gibbs_key, order_key = jax.random.split(key, 4)
-    # Resampling from few particles would repeat the luck of one of them.
-    weighted = annealed_draws(anneal_key, experts, exponents, max(chains, 64), num_steps)
-    start = resample(resample_key, weighted, chains)
-    states = gibbs(gibbs_key, experts, exponents, start, 6 + 2 * rounds)[7::2]
+    more = _SETTLING + 2 * (rounds - 1) if rounds else 0
+    state = (points, log_mass, weighted, draws)
+    points, log_weights, weighted, draws = jax.lax.fori_loop(0, num_steps + more, step, state)
+    if not rounds:
+        ess = effective_sample_size(log_weights)
+        return WeightedDraws(values=points, log_weights=log_weights, ess=ess), draws
     # Systematic resampling leaves the particles in order.
-    draws = jax.random.permutation(order_key, states.reshape(-1, experts.dim))
-    return draws[:num_samples]
+    return weighted, jax.random.permutation(order_key, draws.reshape(-1, dim))
 
 
 def resample(

@@ -22,7 +22,6 @@ class FitSettings:
             in whitened coordinates; None for none. Without it a funnel's neck decides.
         value_weight: weight of the variance over the batch of log p - log q, added to the Fisher
             divergence. Scores alone cannot tell the masses of modes that lie apart.
-        tempering: power of p / q in the samples' weights, capped so that half of them count.
         average: whether a round ends with the mean of the second half of its exponents.
         least_freedom: lower bound on nu = 2 A - D over positive definite experts.
         whiten: whether the fit runs in coordinates in which the target is roughly white.
@@ -33,8 +32,7 @@ class FitSettings:
             D + 5, with which a t of 5 degrees of freedom has the Hessian's curvature.
         ladder: whether broad experts about the centre belong to the choice.
         coordinate_experts: whether experts in single coordinates belong to the choice.
-        match_iterations: iterations of batch and match for whitening.
-        match_batch_size: their batch size.
+        match_iterations: iterations of batch and match for whitening, `batch_size` scores each.
         num_draws: draws of the fitted q that the result holds and diagnoses.
     """
 
@@ -42,13 +40,12 @@ class FitSettings:
     iterations: int = 60
     batch_size: int = 256
     sampler: str = "gibbs"
-    sweeps: int = 2
+    sweeps: int = 1
     proximal: str = "diagonal"
     learning_rate: float = 1.0
     schedule: str = "constant"
     score_clip: float | None = 5.0
     value_weight: float = 0.0
-    tempering: float = 0.0
     average: bool = True
     least_freedom: float = 0.5
     whiten: bool = True
@@ -57,8 +54,7 @@ class FitSettings:
     local_scales: tuple[float | str, ...] = (1.0, "dof")
     ladder: bool = True
     coordinate_experts: bool = True
-    match_iterations: int = 80
-    match_batch_size: int = 64
+    match_iterations: int = 20
     num_draws: int = 4000
 
     def __post_init__(self) -> None:
@@ -69,7 +65,7 @@ class FitSettings:
         for name in ("learning_rate", "least_freedom"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: expected more than 0")
-        for name in ("value_weight", "tempering", "local_experts", "match_iterations"):
+        for name in ("value_weight", "local_experts", "match_iterations"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 0")
         if self.score_clip is not None and not self.score_clip > 0:

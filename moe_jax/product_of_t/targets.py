@@ -2,19 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 from numpyro.handlers import seed, trace
 from numpyro.infer.util import initialize_model
+
+from moe_jax.product_of_t.experts import in_blocks
 
 _NUM_STARTS = 8
 # numpyro's own range of initial values in unconstrained space.
 _START_RADIUS = 2.0
+# Points at which a target is evaluated in one call: whatever their number, each of its values,
+# scores and Hessians is compiled once.
+_VALUES_BLOCK, _HESSIANS_BLOCK = 512, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,73 @@ class Target(NamedTuple):
     constrain: Callable[[np.ndarray], dict[str, np.ndarray]] | None
 
 
+class Derivatives(NamedTuple):
+    """Log p with its first and second derivatives at each of some points."""
+
+    values: Float[np.ndarray, " points"]
+    gradients: Float[np.ndarray, "points dim"]
+    hessians: Float[np.ndarray, "points dim dim"]
+
+
+def values_at(
+    log_density: LogDensity, points: Float[np.ndarray, "points dim"]
+) -> Float[np.ndarray, " points"]:
+    """Log p at each point."""
+    return in_blocks(partial(_values, log_density), points, _VALUES_BLOCK)
+
+
+def derivatives_at(log_density: LogDensity, points: Float[np.ndarray, "points dim"]) -> Derivatives:
+    """Log p, its gradient and its Hessian at each point."""
+    return Derivatives(*in_blocks(partial(_derivatives, log_density), points, _HESSIANS_BLOCK))
+
+
+@partial(jax.jit, static_argnums=0)
+def whitened_scores(
+    log_density: LogDensity,
+    loc: Float[Array, " dim"],
+    scale: Float[Array, "dim dim"],
+    points: Float[Array, "batch dim"],
+) -> tuple[Float[Array, " batch"], Float[Array, "batch dim"], Bool[Array, " batch"]]:
+    """Log p at z = loc + scale x for points x, its gradient in x, and where both are finite.
+
+    Where they are not, the gradient is 0.
+    """
+    values, gradients = jax.vmap(jax.value_and_grad(log_density))(loc[None] + points @ scale.T)
+    finite = jnp.isfinite(values) & jnp.all(jnp.isfinite(gradients), axis=-1)
+    finite = finite & jnp.all(jnp.isfinite(points), axis=-1)
+    return values, jnp.where(finite[:, None], gradients, 0.0) @ scale, finite
+
+
+@partial(jax.jit, static_argnums=0)
+def _values(log_density: LogDensity, points: Array) -> Array:
+    return jax.vmap(log_density)(points)
+
+
+@partial(jax.jit, static_argnums=0)
+def _derivatives(log_density: LogDensity, points: Array) -> tuple[Array, Array, Array]:
+    value_and_gradient = jax.value_and_grad(log_density)
+
+    def at(point: Array) -> tuple[Array, Array, Array]:
+        value, gradient = value_and_gradient(point)
+        return value, gradient, _hessian(log_density, point)
+
+    return jax.vmap(at)(points)
+
+
+def _hessian(log_density: LogDensity, point: Array) -> Array:
+    """Forward over reverse, or reverse twice where a rule forbids the former."""
+    gradient = jax.grad(log_density)
+    try:
+        return jax.jacfwd(gradient)(point)
+    except TypeError:
+        return jax.jacrev(gradient)(point)
+
+
+def generator_of(key: Key[Array, ""]) -> np.random.Generator:
+    """A numpy generator seeded by a key: what is drawn once needs no compilation."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)))
+
+
 def target_of_function(
     key: Key[Array, ""],
     function: Callable[[Array], Array],
@@ -65,8 +138,7 @@ def target_of_function(
         raise ValueError(f"dim={dim}: expected at least 1")
     if starts is None and dim is not None:
         shape = (_NUM_STARTS, dim)
-        radius = _START_RADIUS
-        starts = np.asarray(jax.random.uniform(key, shape, minval=-radius, maxval=radius))
+        starts = generator_of(key).uniform(-_START_RADIUS, _START_RADIUS, shape)
     starts = np.asarray(starts, dtype=np.float64)
     if starts.ndim != 2 or not starts.size or dim not in (None, starts.shape[-1]):
         raise ValueError(f"starts of shape {starts.shape}: expected (n, D) with D = dim = {dim}")
@@ -121,9 +193,7 @@ def target_of_model(
             values = jax.jit(jax.vmap(lambda point: info.postprocess_fn(unravel(point))))(points)
         return {name: np.asarray(value) for name, value in values.items()}
 
-    radius = _START_RADIUS
-    others = jax.random.uniform(
-        key, (_NUM_STARTS - 1, first.shape[0]), first.dtype, minval=-radius, maxval=radius
-    )
-    starts = np.concatenate([np.asarray(first)[None], np.asarray(others)]).astype(np.float64)
+    shape = (_NUM_STARTS - 1, first.shape[0])
+    others = generator_of(key).uniform(-_START_RADIUS, _START_RADIUS, shape)
+    starts = np.concatenate([np.asarray(first, np.float64)[None], others])
     return Target(LogDensity(log_density), starts, constrain)

@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from moe_jax.product_of_t.diagnostics import pareto_smooth
 from moe_jax.product_of_t.experts import Experts, expert_scores
 from moe_jax.product_of_t.quadratic_programme import solve_bounded
-from moe_jax.product_of_t.samplers import dirichlet_draws, effective_sample_size, gibbs_sweep
+from moe_jax.product_of_t.samplers import dirichlet_draws, effective_sample_size, gibbs_step
 from moe_jax.product_of_t.settings import FitSettings
-from moe_jax.product_of_t.targets import LogDensity
-from moe_jax.product_of_t.warmup import temper
+from moe_jax.product_of_t.targets import LogDensity, whitened_scores
 
 # Beyond this distance, in whitened standard deviations, samples have run away.
 _RUNAWAY = 1e6
@@ -72,7 +72,6 @@ def matching_programme(
     return rows @ rows.T, rows @ (target_scores * roots[:, None]).T.reshape(-1)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
 def update(
     key: Key[Array, ""],
     log_density: LogDensity,
@@ -80,7 +79,7 @@ def update(
     experts: Experts,
     whitening: Whitening,
     state: State,
-    iteration: Float[Array, ""],
+    iteration: int,
 ) -> tuple[State, Record]:
     """alpha_t+1 = argmin of the weighted Fisher divergence at q_t's samples plus a proximal term.
 
@@ -88,26 +87,56 @@ def update(
         sum_b W_b |g_b - S_b' alpha|^2 + R(alpha, alpha_t) / eta_t
     over alpha >= 0 with sum over positive definite experts >= (D + least_freedom) / 2.
 
+    Three compiled calls, of which only that of the target has to be compiled for a new target: a
+    sweep, the target's scores, and all the rest.
+
     Reference: arXiv 2510.21598, section 3; `FitSettings` says where we depart from it.
     """
-    dim = experts.dim
-    exponents = state.exponents
-    points, log_weights = _sample(key, settings, experts, state)
-    values, gradients = jax.vmap(jax.value_and_grad(log_density))(
-        whitening.loc[None] + points @ whitening.scale.T
+    points = state.points
+    log_weights = None
+    if settings.sampler == "dirichlet":
+        draws = dirichlet_draws(
+            jax.random.fold_in(key, iteration), experts, state.exponents, points.shape[0]
+        )
+        points, log_weights = draws.values, draws.log_weights
+    else:
+        for sweep in range(settings.sweeps):
+            count = np.int32(iteration * settings.sweeps + sweep)
+            points = gibbs_step(key, count, experts, state.exponents, points)
+    values, scores, finite = whitened_scores(log_density, *whitening, points)
+    rate = settings.learning_rate
+    if settings.schedule == "decreasing":
+        rate = rate / (iteration + 1.0)
+    return _solve(
+        settings_of_update(settings),
+        experts,
+        State(state.exponents, points),
+        log_weights,
+        (values, scores, finite),
+        np.float64(rate),
     )
-    finite = jnp.isfinite(values) & jnp.all(jnp.isfinite(gradients), axis=-1)
-    finite = finite & jnp.all(jnp.isfinite(points), axis=-1)
-    target_scores = jnp.where(finite[:, None], gradients, 0.0) @ whitening.scale
+
+
+@partial(jax.jit, static_argnums=0)
+def _solve(
+    settings: FitSettings,
+    experts: Experts,
+    state: State,
+    log_weights: Array | None,
+    evaluated: tuple[Array, Array, Array],
+    rate: Array,
+) -> tuple[State, Record]:
+    """The programme at the samples of `state` with their log weights, all equal if None."""
+    dim = experts.dim
+    exponents, points = state
+    values, target_scores, finite = evaluated
     safe_points = jnp.where(finite[:, None], points, 0.0)
     scores, log_d = expert_scores(experts, safe_points)
     log_ratios = jnp.where(finite, values + log_d @ exponents, -jnp.inf)
 
+    if log_weights is None:
+        log_weights = jnp.zeros(points.shape[0], points.dtype)
     log_weights = jnp.where(finite, log_weights, -jnp.inf)
-    if settings.tempering:
-        power = jnp.minimum(temper(log_ratios, 0.5 * points.shape[0]), settings.tempering)
-        offset = jnp.where(finite, log_ratios - jnp.max(log_ratios), 0.0)
-        log_weights = log_weights + power * offset
     if settings.score_clip is not None:
         squares = jnp.sum(target_scores**2, axis=-1)
         log_weights = log_weights - jnp.log1p(squares / (settings.score_clip * dim))
@@ -122,9 +151,6 @@ def update(
         gram = gram + settings.value_weight * extra_gram
         linear = linear + settings.value_weight * extra_linear
 
-    rate = jnp.asarray(settings.learning_rate, gram.dtype)
-    if settings.schedule == "decreasing":
-        rate = rate / (iteration + 1.0)
     metric = jnp.diagonal(gram) if settings.proximal == "diagonal" else jnp.ones_like(linear)
     solution = solve_bounded(
         gram + jnp.diag(metric / rate),
@@ -150,25 +176,6 @@ def update(
     return State(following, safe_points), record
 
 
-def _sample(
-    key: Array, settings: FitSettings, experts: Experts, state: State
-) -> tuple[Array, Array]:
-    """Points of q_t, and their log weights."""
-    batch = state.points.shape[0]
-    if settings.sampler == "dirichlet":
-        draws = dirichlet_draws(key, experts, state.exponents, batch)
-        return draws.values, draws.log_weights
-
-    def sweep(points: Array, key: Array) -> tuple[Array, None]:
-        moved = gibbs_sweep(key, experts, state.exponents, points)
-        good = jnp.all(jnp.isfinite(moved), axis=-1, keepdims=True)
-        return jnp.where(good, moved, points), None
-
-    keys = jax.random.split(key, settings.sweeps)
-    points, _ = jax.lax.scan(sweep, state.points, keys)
-    return points, jnp.zeros(batch, points.dtype)
-
-
 def _value_programme(log_d: Array, values: Array, weights: Array) -> tuple[Array, Array]:
     """G and h of the weighted variance of log p - log q, log q = -sum_k alpha_k log D_k - log C."""
     centred = -(log_d - (weights @ log_d)[None])
@@ -179,10 +186,11 @@ def _value_programme(log_d: Array, values: Array, weights: Array) -> tuple[Array
 
 
 def settings_of_update(settings: FitSettings) -> FitSettings:
-    """The settings, those that `update` does not read at defaults, to share compilations."""
+    """The settings, those that `_solve` does not read at defaults, to share compilations."""
     default = FitSettings()
     unread = (
-        "rounds", "iterations", "average", "whiten", "placement", "local_experts", "local_scales",
-        "ladder", "coordinate_experts", "match_iterations", "match_batch_size", "num_draws",
+        "rounds", "iterations", "batch_size", "sampler", "sweeps", "learning_rate", "schedule",
+        "average", "whiten", "placement", "local_experts", "local_scales", "ladder",
+        "coordinate_experts", "match_iterations", "num_draws",
     )  # fmt: skip
     return dataclasses.replace(settings, **{name: getattr(default, name) for name in unread})

@@ -1,16 +1,24 @@
-"""Before the fit: where the target is and how wide, for whitening and for choosing experts."""
+"""Before the fit: where the target is and how wide, for whitening and for choosing experts.
 
-from functools import partial
+In numpy but for the target itself: what runs once is not worth compiling.
+"""
+
+import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.scipy.special import gammaln, logsumexp
 from jaxtyping import Array, Float, Key
+from scipy.special import logsumexp
 
-from moe_jax.product_of_t.samplers import effective_sample_size
-from moe_jax.product_of_t.targets import LogDensity
+from moe_jax.product_of_t.targets import (
+    Derivatives,
+    LogDensity,
+    derivatives_at,
+    generator_of,
+    values_at,
+    whitened_scores,
+)
 
 _MAX_CLIMB = 50
 # Relative to the largest eigenvalue: nearly flat directions, such as two almost collinear
@@ -48,129 +56,85 @@ class Candidates(NamedTuple):
         log_ratios: log p - log proposal, -inf where log p is not finite.
     """
 
-    points: Float[Array, "draws dim"]
-    log_ratios: Float[Array, " draws"]
+    points: Float[np.ndarray, "draws dim"]
+    log_ratios: Float[np.ndarray, " draws"]
 
 
-def hessian(log_density: LogDensity, point: Float[Array, " dim"]) -> Float[Array, "dim dim"]:
-    """Hessian of log p, forward over reverse, or reverse twice where a rule forbids the former."""
-    gradient = jax.grad(log_density)
-    try:
-        return jax.jacfwd(gradient)(point)
-    except TypeError:
-        return jax.jacrev(gradient)(point)
-
-
-def _absolute_inverse(matrix: Array) -> tuple[Array, Array, Array]:
-    """Eigenvalues and vectors of S H S with S = |diag H|^-1/2, and S.
-
-    The scaling makes the floor on eigenvalues independent of the units of the coordinates.
-    """
-    size = jnp.abs(jnp.diagonal(matrix))
-    scale = 1.0 / jnp.sqrt(jnp.maximum(size, 1e-14 * jnp.maximum(jnp.max(size), 1e-300)))
-    values, vectors = jnp.linalg.eigh(matrix * scale[:, None] * scale[None])
-    return values, vectors, scale
-
-
-@partial(jax.jit, static_argnums=0)
-def _climb(log_density: LogDensity, starts: Array) -> tuple:
+def _climb(
+    log_density: LogDensity, starts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, Derivatives, int]:
     """Damped Newton ascent with |eigenvalues|, from every start at once.
 
+    The Hessian is scaled to S H S with S = |diag H|^-1/2, which makes the floor on eigenvalues
+    independent of the units of the coordinates.
+
     Returns:
-        Points, log p, gradients, Hessians there and the number of steps that each start took.
+        Log p at the starts, points, derivatives there and the number of points visited.
     """
-    value_and_gradient = jax.value_and_grad(log_density)
-
-    def evaluate(point: Array) -> tuple[Array, Array, Array]:
-        value, gradient = value_and_gradient(point)
-        return value, gradient, hessian(log_density, point)
-
-    def is_good(value: Array, gradient: Array, curvature: Array) -> Array:
-        finite = jnp.all(jnp.isfinite(gradient)) & jnp.all(jnp.isfinite(curvature))
-        return jnp.isfinite(value) & finite
-
-    def unfinished(state: tuple) -> Array:
-        return jnp.any(~state[5]) & (state[7] < _MAX_CLIMB)
-
-    def step(
-        point: Array,
-        value: Array,
-        gradient: Array,
-        curvature: Array,
-        damping: Array,
-        done: Array,
-        steps: Array,
-    ) -> tuple:
-        usable = jnp.where(jnp.isfinite(curvature), curvature, 0.0)
-        values, vectors, scale = _absolute_inverse(usable)
-        size = jnp.maximum(jnp.abs(values), _EIGENVALUE_FLOOR * jnp.max(jnp.abs(values)))
-        slope = vectors.T @ (scale * jnp.where(jnp.isfinite(gradient), gradient, 0.0))
-        move = scale * (vectors @ (slope / (size + damping)))
-        trial = point + move
-        after = evaluate(trial)
-        better = is_good(*after) & ((after[0] >= value) | ~jnp.isfinite(value)) & ~done
-        decrement = jnp.sum(slope**2 / size)
-        # Where full steps gain nothing any more, the point is as good as rounding allows.
-        stuck = ~better & (damping > 1e8)
-
-        def choose(new: Array, old: Array) -> Array:
-            return jnp.where(better, new, old)
-
-        return (
-            choose(trial, point),
-            *(
-                choose(new, old)
-                for new, old in zip(after, (value, gradient, curvature), strict=True)
-            ),
-            jnp.where(better, 0.2 * damping, 8.0 * damping + 1e-8),
-            done | stuck | ((decrement < _CONVERGED) & is_good(value, gradient, curvature)),
-            steps + (~done).astype(steps.dtype),
+    points = starts.copy()
+    found = derivatives_at(log_density, points)
+    first = found.values.copy()
+    damping, active = np.full(len(points), 1e-2), np.isfinite(first)
+    visited = len(points)
+    for _ in range(_MAX_CLIMB):
+        index = np.flatnonzero(active)
+        if not len(index):
+            break
+        gradient, curvature = found.gradients[index], found.hessians[index]
+        usable = np.all(np.isfinite(gradient), axis=-1) & np.all(
+            np.isfinite(curvature), axis=(-2, -1)
         )
-
-    def step_all(state: tuple) -> tuple:
-        return (*jax.vmap(step)(*state[:7]), state[7] + 1)
-
-    count = starts.shape[0]
-    value, gradient, curvature = jax.vmap(evaluate)(starts)
-    damping = jnp.full(count, 1e-2, starts.dtype)
-    done, steps = jnp.zeros(count, jnp.bool_), jnp.ones(count, jnp.int32)
-    state = (starts, value, gradient, curvature, damping, done, steps, jnp.zeros((), jnp.int32))
-    point, value, gradient, curvature, _, _, steps, _ = jax.lax.while_loop(
-        unfinished, step_all, state
-    )
-    values, _, scale = jax.vmap(_absolute_inverse)(
-        jnp.where(jnp.isfinite(curvature), curvature, 0.0)
-    )
-    del scale
-    return point, value, gradient, curvature, values, steps
+        gradient = np.where(usable[:, None], gradient, 0.0)
+        curvature = np.where(usable[:, None, None], curvature, -np.eye(points.shape[1]))
+        size = np.abs(np.diagonal(curvature, axis1=-2, axis2=-1))
+        largest = np.maximum(np.max(size, axis=-1, keepdims=True), 1e-300)
+        scale = 1.0 / np.sqrt(np.maximum(size, 1e-14 * largest))
+        values, vectors = np.linalg.eigh(curvature * scale[:, :, None] * scale[:, None, :])
+        values = np.abs(values)
+        values = np.maximum(values, _EIGENVALUE_FLOOR * np.max(values, axis=-1, keepdims=True))
+        slope = np.einsum("nji,nj->ni", vectors, scale * gradient)
+        step = slope / (values + damping[index, None])
+        trials = points[index] + scale * np.einsum("nij,nj->ni", vectors, step)
+        after = derivatives_at(log_density, trials)
+        visited += len(index)
+        better = np.isfinite(after.values) & (after.values >= found.values[index])
+        better &= np.all(np.isfinite(after.gradients), axis=-1)
+        better &= np.all(np.isfinite(after.hessians), axis=(-2, -1))
+        moved = index[better]
+        points[moved] = trials[better]
+        for old, new in zip(found, after, strict=True):
+            old[moved] = new[better]
+        converged = np.sum(slope**2 / values, axis=-1) < _CONVERGED
+        # Where full steps gain nothing any more, the point is as good as rounding allows.
+        stuck = ~better & (damping[index] > 1e8)
+        damping[index] = np.where(better, 0.2 * damping[index], 8.0 * damping[index] + 1e-8)
+        active[index] = ~(stuck | (converged & usable))
+    return first, points, found, visited
 
 
 def find_anchors(log_density: LogDensity, starts: Float[np.ndarray, "starts dim"]) -> Anchors:
     """Strict modes of log p with their Laplace covariances, each once, the highest first.
 
     Where the climb finds no strict mode, as in a funnel whose density is unbounded, the single
-    anchor is the best start with the scale of its |Hessian|.
+    anchor is the best start with unit scale.
 
     Raises:
-        ValueError: if log p or its gradient is finite at none of the starts.
+        ValueError: if log p is finite at none of the starts.
     """
-    first = np.asarray(jax.jit(jax.vmap(jax.value_and_grad(log_density)))(jnp.asarray(starts))[0])
+    first, points, found, visited = _climb(log_density, starts)
     if not np.any(np.isfinite(first)):
         raise ValueError(
             f"target is not finite at any of the {len(starts)} starts: give `starts` inside its "
             "support"
         )
-    climbed = _climb(log_density, jnp.asarray(starts))
-    points, values, gradients, curvatures, eigenvalues, steps = map(np.asarray, climbed)
-    total = int(np.sum(steps))
+    values, gradients, curvatures = found
     modes: list[tuple[np.ndarray, np.ndarray]] = []
     for index in np.argsort(-np.where(np.isfinite(values), values, -np.inf)):
         # A mode at the end of the range of numbers is a density that grows without end.
-        definite = np.all(np.isfinite(curvatures[index])) and eigenvalues[index, -1] < 0
-        if not definite or not np.isfinite(values[index]) or np.max(np.abs(points[index])) > 1e12:
+        usable = np.all(np.isfinite(curvatures[index])) and np.isfinite(values[index])
+        if not usable or np.max(np.abs(points[index])) > 1e12:
             continue
-        precision = -curvatures[index]
-        scale = _inverse_root(precision)
+        scale = _inverse_root(-curvatures[index])
         if scale is None or np.sum((scale.T @ gradients[index]) ** 2) > _STRICT_DECREMENT:
             continue
         offsets = [np.linalg.solve(scale, points[index] - loc) for loc, _ in modes]
@@ -181,11 +145,11 @@ def find_anchors(log_density: LogDensity, starts: Float[np.ndarray, "starts dim"
         best = int(np.argmax(np.where(np.isfinite(first), first, -np.inf)))
         modes = [(starts[best], np.eye(starts.shape[1]))]
     loc, scale = (np.stack(part) for part in zip(*modes, strict=True))
-    return Anchors(loc, scale, num_modes, total + len(starts), total)
+    return Anchors(loc, scale, num_modes, visited, visited)
 
 
 def _inverse_root(precision: np.ndarray) -> np.ndarray | None:
-    """Lower Cholesky factor of the inverse, by a scaling to unit diagonal; None if singular."""
+    """Lower Cholesky factor of the inverse, by a scaling to unit diagonal; None if not definite."""
     diagonal = np.diagonal(precision)
     if not np.all(diagonal > 0):
         return None
@@ -199,15 +163,14 @@ def _inverse_root(precision: np.ndarray) -> np.ndarray | None:
     return triangular * np.where(np.diagonal(triangular) < 0, -1.0, 1.0)[None]
 
 
-@partial(jax.jit, static_argnums=(1, 4, 5))
 def batch_and_match(
     key: Key[Array, ""],
     log_density: LogDensity,
-    loc: Float[Array, " dim"],
-    scale: Float[Array, "dim dim"],
+    loc: Float[np.ndarray, " dim"],
+    scale: Float[np.ndarray, "dim dim"],
     batch_size: int,
     iterations: int,
-) -> tuple[Float[Array, "iterations dim"], Float[Array, "iterations dim dim"]]:
+) -> tuple[Float[np.ndarray, " dim"], Float[np.ndarray, "dim dim"]]:
     """A Gaussian fitted to scores by batch and match, from N(loc, scale scale').
 
     With the batch's means and covariances zbar, C of points and gbar, Gamma of scores, and
@@ -220,107 +183,114 @@ def batch_and_match(
     Samples of huge or no score get little or no weight, as in the fit.
 
     Returns:
-        m and the lower Cholesky factor of S after every iteration.
+        m and the lower Cholesky factor of S.
 
     Reference: Cai, Modi, Pillaud-Vivien, Margossian, Gower, Blei, Saul 2024 (arXiv 2402.14758).
     """
-    dim = loc.shape[0]
-
-    def step(state: tuple[Array, Array], inputs: tuple[Array, Array]) -> tuple:
-        mean, root = state
-        key, index = inputs
-        noise = jax.random.normal(key, (batch_size, dim), loc.dtype)
-        points = mean[None] + noise @ root.T
-        values, scores = jax.vmap(jax.value_and_grad(log_density))(points)
-        finite = jnp.isfinite(values) & jnp.all(jnp.isfinite(scores), axis=-1)
-        scores = jnp.where(finite[:, None], scores, 0.0)
-        length = jnp.sum((scores @ root) ** 2, axis=-1)
-        weights = jnp.where(finite, 1.0 / (1.0 + length / (20.0 * dim)), 0.0)
-        weights = weights / jnp.maximum(jnp.sum(weights), 1e-300)
+    rng = generator_of(key)
+    mean, root, dim = loc, scale, len(loc)
+    # The target is evaluated as in the fit's own updates, in x with z = mean + root x.
+    for index in range(iterations):
+        white = rng.standard_normal((batch_size, dim))
+        result = whitened_scores(
+            log_density, jnp.asarray(mean), jnp.asarray(root), jnp.asarray(white)
+        )
+        _, white_scores, finite = map(np.asarray, result)
+        weights = finite / (1.0 + np.sum(white_scores**2, axis=-1) / (20.0 * dim))
+        if not np.any(weights > 0):
+            continue
         step_size = batch_size * dim / (index + 1.0)
-        shrunk = step_size / (1.0 + step_size)
-
-        def moments(values: Array) -> tuple[Array, Array]:
-            centre = weights @ values
-            offset = values - centre[None]
-            return centre, (offset * weights[:, None]).T @ offset
-
-        point_mean, point_cov = moments(points)
-        score_mean, score_cov = moments(scores)
-        gap = mean - point_mean
-        spread = step_size * score_cov + shrunk * jnp.outer(score_mean, score_mean)
-        matched = root @ root.T + step_size * point_cov + shrunk * jnp.outer(gap, gap)
-        lower = jnp.linalg.cholesky(matched)
-        eigenvalues, vectors = jnp.linalg.eigh(lower.T @ spread @ lower)
-        inner = 2.0 / (1.0 + jnp.sqrt(1.0 + 4.0 * jnp.maximum(eigenvalues, 0.0)))
-        covariance = lower @ (vectors * inner[None]) @ vectors.T @ lower.T
-        new_mean = mean / (1.0 + step_size)
-        new_mean = new_mean + shrunk * (covariance @ score_mean + point_mean)
-        new_root = jnp.linalg.cholesky(covariance)
-        good = jnp.all(jnp.isfinite(new_root)) & jnp.all(jnp.isfinite(new_mean))
-        state = (jnp.where(good, new_mean, mean), jnp.where(good, new_root, root))
-        return state, state
-
-    inputs = (jax.random.split(key, iterations), jnp.arange(iterations).astype(loc.dtype))
-    return jax.lax.scan(step, (loc, scale), inputs)[1]
+        # In x, where S = I and m = 0.
+        matched = _match(white, white_scores, weights / np.sum(weights), step_size)
+        if matched is None:
+            continue
+        new_mean, new_root = mean + root @ matched[0], root @ matched[1]
+        if np.all(np.isfinite(new_mean)) and np.all(np.isfinite(new_root)):
+            mean, root = new_mean, new_root
+    return mean, root
 
 
-@partial(jax.jit, static_argnums=(1, 4))
+def _match(
+    points: np.ndarray, scores: np.ndarray, weights: np.ndarray, step_size: float
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean and lower Cholesky factor of the update of N(0, I), or None if it is no Gaussian."""
+    shrunk = step_size / (1.0 + step_size)
+
+    def moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        centre = weights @ values
+        offset = values - centre
+        return centre, (offset * weights[:, None]).T @ offset
+
+    point_mean, point_cov = moments(points)
+    score_mean, score_cov = moments(scores)
+    spread = step_size * score_cov + shrunk * np.outer(score_mean, score_mean)
+    matched = np.eye(points.shape[1]) + step_size * point_cov
+    matched += shrunk * np.outer(point_mean, point_mean)
+    try:
+        lower = np.linalg.cholesky(matched)
+        eigenvalues, vectors = np.linalg.eigh(lower.T @ spread @ lower)
+        inner = 2.0 / (1.0 + np.sqrt(1.0 + 4.0 * np.maximum(eigenvalues, 0.0)))
+        half = lower @ (vectors * np.sqrt(inner))
+        covariance = half @ half.T
+        return shrunk * (covariance @ score_mean + point_mean), np.linalg.cholesky(covariance)
+    except np.linalg.LinAlgError:
+        return None
+
+
 def evidence_bound(
     key: Key[Array, ""],
     log_density: LogDensity,
-    loc: Float[Array, " dim"],
-    scale: Float[Array, "dim dim"],
+    loc: Float[np.ndarray, " dim"],
+    scale: Float[np.ndarray, "dim dim"],
     num_samples: int,
-) -> Float[Array, ""]:
+) -> float:
     """E log p + log|scale| under N(loc, scale scale'), to rank Gaussians; -inf if not finite."""
-    noise = jax.random.normal(key, (num_samples, loc.shape[0]), loc.dtype)
-    values = jax.vmap(log_density)(loc[None] + noise @ scale.T)
-    bound = jnp.mean(values) + jnp.sum(jnp.log(jnp.diagonal(scale)))
-    return jnp.where(jnp.isfinite(bound), bound, -jnp.inf)
+    noise = generator_of(key).standard_normal((num_samples, len(loc)))
+    values = values_at(log_density, loc + noise @ scale.T)
+    if not np.all(np.isfinite(values)):
+        return -math.inf
+    return float(np.mean(values) + np.sum(np.log(np.diagonal(scale))))
 
 
-@partial(jax.jit, static_argnums=(1, 4))
 def draw_candidates(
     key: Key[Array, ""],
     log_density: LogDensity,
-    loc: Float[Array, "anchors dim"],
-    scale: Float[Array, "anchors dim dim"],
+    loc: Float[np.ndarray, "anchors dim"],
+    scale: Float[np.ndarray, "anchors dim dim"],
     num_samples: int,
 ) -> Candidates:
     """Draws from the equal mixture over anchors of broadened t's, with log p - log proposal."""
-    dim = loc.shape[-1]
-    pick_key, chi_key, normal_key = jax.random.split(key, 3)
-    pick = jax.random.randint(pick_key, (num_samples,), 0, loc.shape[0])
-    chi = 2.0 * jax.random.gamma(chi_key, 0.5 * _T_DEGREES, (num_samples,), loc.dtype)
-    noise = jax.random.normal(normal_key, (num_samples, dim), loc.dtype)
-    noise = noise * (_T_SPREAD * jnp.sqrt(_T_DEGREES / chi))[:, None]
-    points = loc[pick] + jnp.einsum("nij,nj->ni", scale[pick], noise)
-
-    def log_component(loc: Array, scale: Array) -> Array:
-        offset = jax.scipy.linalg.solve_triangular(scale, (points - loc[None]).T, lower=True)
-        square = jnp.sum(offset**2, axis=0) / (_T_SPREAD**2 * _T_DEGREES)
-        power = 0.5 * (_T_DEGREES + dim)
-        constant = gammaln(jnp.asarray(power, loc.dtype)) - jnp.sum(jnp.log(jnp.diagonal(scale)))
-        return constant - power * jnp.log1p(square)
-
-    log_proposal = logsumexp(jax.vmap(log_component)(loc, scale), axis=0)
-    values = jax.vmap(log_density)(points)
-    ratios = jnp.where(jnp.isfinite(values), values - log_proposal, -jnp.inf)
+    rng, dim = generator_of(key), loc.shape[-1]
+    pick = rng.integers(len(loc), size=num_samples)
+    chi = rng.chisquare(_T_DEGREES, num_samples)
+    noise = rng.standard_normal((num_samples, dim))
+    noise *= (_T_SPREAD * np.sqrt(_T_DEGREES / chi))[:, None]
+    points = loc[pick] + np.einsum("nij,nj->ni", scale[pick], noise)
+    power = 0.5 * (_T_DEGREES + dim)
+    logs = []
+    for centre, root in zip(loc, scale, strict=True):
+        offset = np.linalg.solve(root, (points - centre).T)
+        square = np.sum(offset**2, axis=0) / (_T_SPREAD**2 * _T_DEGREES)
+        logs.append(-np.sum(np.log(np.diagonal(root))) - power * np.log1p(square))
+    values = values_at(log_density, points)
+    ratios = np.where(np.isfinite(values), values - logsumexp(logs, axis=0), -np.inf)
     return Candidates(points, ratios)
 
 
-def temper(log_ratios: Float[Array, " draws"], least_ess: float) -> Float[Array, ""]:
+def temper(log_ratios: Float[np.ndarray, " draws"], least_ess: float) -> float:
     """Largest power in [0, 1] at which the weights keep an effective sample size of `least_ess`."""
-    finite = jnp.where(jnp.isfinite(log_ratios), log_ratios, -1e300)
-    top = jnp.max(finite)
+    finite = log_ratios[np.isfinite(log_ratios)]
 
-    def halve(bracket: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
-        low, high = bracket
+    def is_enough(power: float) -> bool:
+        weights = np.exp(power * (finite - np.max(finite)))
+        return bool(np.sum(weights) ** 2 >= least_ess * np.sum(weights**2))
+
+    if not len(finite):
+        return 0.0
+    if is_enough(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(30):
         middle = 0.5 * (low + high)
-        enough = effective_sample_size(middle * (finite - top)) >= least_ess
-        return (jnp.where(enough, middle, low), jnp.where(enough, high, middle)), None
-
-    zero, one = jnp.zeros((), finite.dtype), jnp.ones((), finite.dtype)
-    (low, _), _ = jax.lax.scan(halve, (zero, one), None, length=30)
-    return jnp.where(effective_sample_size(finite - top) >= least_ess, one, low)
+        low, high = (middle, high) if is_enough(middle) else (low, middle)
+    return low

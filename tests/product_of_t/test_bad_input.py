@@ -153,7 +153,7 @@ def test_arguments_that_do_not_fit(arguments, message):
         ({"score_clip": -1.0}, "score_clip=-1.0"),
         ({"sampler": "nuts"}, "sampler='nuts': expected one of"),
         ({"local_scales": ()}, "local_scales"),
-        ({"tempering": -0.1}, "tempering=-0.1: expected at least 0"),
+        ({"value_weight": -0.1}, "value_weight=-0.1: expected at least 0"),
     ],
 )
 def test_settings_out_of_range(settings, message):

@@ -45,6 +45,7 @@ VARIANTS = {
     "Lambda = H only": _changed(local_scales=(1.0,)),
     "Lambda = H / (D + 5) only": _changed(local_scales=("dof",)),
     "no whitening": _changed(whiten=False),
+    "samples of q only": _changed(target_share=0.0),
     "no bound on scores": _changed(score_clip=None),
     "Dirichlet for Gibbs": _changed(sampler="dirichlet"),
     "paper": PAPER,

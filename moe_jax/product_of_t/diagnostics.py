@@ -11,6 +11,8 @@ MAX_PARETO_K = 0.7
 # Ratios that differ by less than this share of the largest are equal for every purpose: the shape
 # of their tail is that of nothing.
 _EQUAL = 1e-3
+# Means in standard deviations, and deviations relative to themselves, are right to this.
+MAX_GAP = 0.1
 # Fewer effective draws than this say nothing about an expectation.
 MIN_ESS = 100.0
 
@@ -113,6 +115,8 @@ def trust_warnings(
     num_draws: int,
     degrees_of_freedom: float,
     normalizer_error: float,
+    mean_gap: float,
+    deviation_gap: float,
     num_nonfinite: int,
     num_runaway: int,
 ) -> tuple[str, ...]:
@@ -124,6 +128,8 @@ def trust_warnings(
         num_draws: number of those draws.
         degrees_of_freedom: nu of q.
         normalizer_error: standard error of log C.
+        mean_gap: of q's means from the pool's, in standard deviations.
+        deviation_gap: of q's deviations from the pool's, relative.
         num_nonfinite: draws at which log p or its gradient was not finite, of all iterations.
         num_runaway: iterations whose samples lay out at an absurd distance.
     """
@@ -137,6 +143,11 @@ def trust_warnings(
         found.append(
             f"the weights p / q have an effective sample size of {ess:.0f} of {num_draws} draws: "
             "q is far from the target"
+        )
+    if not (mean_gap <= MAX_GAP and deviation_gap <= MAX_GAP):
+        found.append(
+            f"q's means differ by {mean_gap:.2f} standard deviations and its deviations by "
+            f"{deviation_gap:.0%} from those that weights give: take result.pool's"
         )
     if degrees_of_freedom <= 2.0:
         found.append(

@@ -15,6 +15,7 @@ from scipy.special import logsumexp
 from moe_jax.product_of_t.diagnostics import History, pareto_smooth, trust_warnings
 from moe_jax.product_of_t.experts import Experts, log_factors_at, transform_experts
 from moe_jax.product_of_t.model import LogNormalizer, ProductOfT, log_mean_weight
+from moe_jax.product_of_t.pool import Pool, moment_gaps, pool_draws
 from moe_jax.product_of_t.preparation import (
     Evaluations,
     Preparation,
@@ -31,11 +32,13 @@ from moe_jax.product_of_t.settings import SAFEGUARDED, FitSettings
 from moe_jax.product_of_t.targets import (
     LogDensity,
     Target,
+    generator_of,
     target_of_function,
     target_of_model,
     values_at,
 )
 from moe_jax.product_of_t.update import State, update
+from moe_jax.product_of_t.warmup import temper
 
 # Exponents below this share of their sum do not change the density within its error.
 _PRUNED = 1e-8
@@ -58,6 +61,8 @@ class FitResult:
         constrained_draws: the draws as sites of the numpyro model; None for a log density.
         pareto_k: k-hat of p / q at the draws.
         log_evidence: log of the mean of p / q.
+        pool: the target's moments and evidence from the draws and the preparation's candidates
+            together (`pool`); what to use where q and it disagree.
         normalizer_ess: effective share of the draws behind log C.
         history: diagnostics of every iteration.
         evaluations: counts of what was asked of the target.
@@ -75,6 +80,7 @@ class FitResult:
     constrained_draws: dict[str, np.ndarray] | None
     pareto_k: float
     log_evidence: float
+    pool: Pool
     normalizer_ess: float
     history: History
     evaluations: Evaluations
@@ -189,10 +195,20 @@ def _run(
             start = refresh(refresh_key, log_density, settings, start)
         state = State(start.exponents, start.points)
         round_key = jax.random.fold_in(key, number)
+        others = _other_samples(
+            jax.random.fold_in(refresh_root, settings.rounds + number), start, settings
+        )
         path = []
         for index in range(settings.iterations):
             state, record = update(
-                round_key, log_density, settings, start.experts, start.whitening, state, index
+                round_key,
+                log_density,
+                settings,
+                start.experts,
+                start.whitening,
+                state,
+                index,
+                None if others is None else others[index],
             )
             start = start._replace(evaluations=start.evaluations.plus(score=settings.batch_size))
             row = {name: np.asarray(value).item() for name, value in record._asdict().items()}
@@ -211,6 +227,20 @@ def _run(
             last = np.mean(path[len(path) // 2 :], axis=0)
         start = start._replace(exponents=jnp.asarray(last), points=state.points)
     return start, {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
+
+
+def _other_samples(key: Array, start: Preparation, settings: FitSettings) -> np.ndarray | None:
+    """Candidates drawn by their tempered weights, whitened, [iterations, others, dim]."""
+    count = settings.batch_size - start.points.shape[0]
+    if not count or start.candidates is None:
+        return None
+    points, log_ratios = start.candidates.points, start.candidates.log_ratios
+    logs = temper(log_ratios, max(100.0, 10.0 * points.shape[1])) * log_ratios
+    weights = np.where(np.isfinite(log_ratios), np.exp(logs - np.max(logs)), 0.0)
+    shape = (settings.iterations, count)
+    pick = generator_of(key).choice(len(points), shape, p=weights / np.sum(weights))
+    loc, scale = np.asarray(start.whitening.loc), np.asarray(start.whitening.scale)
+    return np.linalg.solve(scale, (points - loc).T).T[pick]
 
 
 def _finish(
@@ -236,6 +266,8 @@ def _finish(
     log_weights, pareto_k = pareto_smooth(jnp.asarray(ratios))
     ess = effective_sample_size(log_weights)
     log_evidence = float(logsumexp(ratios)) - math.log(len(ratios))
+    pool = _pool(end, exponents, float(normalizer.value), draws, values, log_q)
+    mean_gap, deviation_gap = moment_gaps(draws, pool)
     runaway = history.pop("runaway")
     reasons = trust_warnings(
         pareto_k=float(pareto_k),
@@ -243,6 +275,8 @@ def _finish(
         num_draws=settings.num_draws,
         degrees_of_freedom=2.0 * float(np.sum(exponents)) - len(loc),
         normalizer_error=float(normalizer.standard_error),
+        mean_gap=mean_gap,
+        deviation_gap=deviation_gap,
         num_nonfinite=int(np.sum(history["num_nonfinite"])),
         num_runaway=int(np.sum(runaway)),
     )
@@ -256,6 +290,7 @@ def _finish(
         constrained_draws=constrained,
         pareto_k=float(pareto_k),
         log_evidence=log_evidence,
+        pool=pool,
         normalizer_ess=float(normalizer.ess),
         history=History(**history),
         evaluations=used,
@@ -263,6 +298,30 @@ def _finish(
         trusted=not reasons,
         whitening_loc=loc,
         whitening_scale=scale,
+    )
+
+
+def _pool(
+    end: Preparation,
+    exponents: np.ndarray,
+    log_normalizer: float,
+    draws: np.ndarray,
+    values: np.ndarray,
+    log_q: np.ndarray,
+) -> Pool:
+    if end.candidates is None:
+        return pool_draws(draws, values, log_q, None, len(draws))
+    candidates = end.candidates
+    loc, scale = np.asarray(end.whitening.loc), np.asarray(end.whitening.scale)
+    white = np.linalg.solve(scale, (candidates.points - loc).T).T
+    log_q_there = -(log_factors_at(end.experts, white) @ exponents) - log_normalizer
+    points = np.concatenate([draws, candidates.points])
+    return pool_draws(
+        points,
+        np.concatenate([values, candidates.log_density]),
+        np.concatenate([log_q, log_q_there]),
+        candidates.proposal.log_prob(points),
+        len(draws),
     )
 
 

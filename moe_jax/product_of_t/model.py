@@ -238,7 +238,7 @@ class ProductOfT(Distribution):
     ) -> Float[Array, "*batch dim"]:
         """Draws without weights: annealed, resampled, then moved by Gibbs sweeps.
 
-        At most 1,000 chains run; asked for more draws, each chain gives several, two sweeps apart.
+        At most 4,000 chains run; asked for more draws, each chain gives several, two sweeps apart.
         The annealing gives modes far apart their masses, which single chains would be slow to.
         """
         count = math.prod(sample_shape)

@@ -23,8 +23,6 @@ from moe_jax.product_of_t.update import Whitening
 _CANDIDATES_PER_EXPERT = 40
 _MIN_CANDIDATES = 1000
 _BOUND_DRAWS = 500
-# Below this power of p / proposal, the tempered moments say more of the proposal than of p.
-_TRUSTED_POWER = 0.3
 _KEPT_EXPONENT = 1e-4
 # From the centres of experts, and of draws to choose new centres from.
 _SWEEPS = 12
@@ -66,6 +64,7 @@ class Preparation(NamedTuple):
         exponents: alpha_0.
         points: states of the chains.
         evaluations: of the target so far.
+        candidates: draws of a broad proposal; None where the experts are given.
     """
 
     whitening: Whitening
@@ -73,6 +72,7 @@ class Preparation(NamedTuple):
     exponents: Float[Array, " experts"]
     points: Float[Array, "batch dim"]
     evaluations: Evaluations
+    candidates: warmup.Candidates | None = None
 
 
 def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Preparation:
@@ -101,7 +101,7 @@ def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Prepa
     used = used.plus(log_density=count)
     centre, root = np.zeros(dim), np.eye(dim)
     if settings.whiten:
-        centre, root = _tempered_moments(candidates, loc[best], scale[best])
+        centre, root = warmup.tempered_moments(candidates) or (loc[best], scale[best])
     whitening = Whitening(jnp.asarray(centre), jnp.asarray(root))
 
     parts = [placement.ladder(dim)] if settings.ladder else []
@@ -116,7 +116,7 @@ def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Prepa
             modes = np.repeat(modes, len(settings.local_scales), axis=0)
             modes = modes[: settings.local_experts // 2]
             rest = settings.local_experts - modes.shape[0]
-            drawn = placement.choose_points(keys[3], *candidates, rest)
+            drawn = placement.choose_points(keys[3], candidates.points, candidates.log_ratios, rest)
             points = np.concatenate([modes, drawn])
         points = np.linalg.solve(root, (points - centre).T).T
         parts.append(placement.local_experts(log_density, whitening, points, settings.local_scales))
@@ -127,8 +127,9 @@ def prepare(key: Key[Array, ""], target: Target, settings: FitSettings) -> Prepa
         parts.append(placement.coordinate_experts(root))
     experts = join_experts(*parts)
     exponents = jnp.asarray(placement.first_exponents(experts, dim))
-    chains = _start_chains(keys[4], experts, exponents, settings.batch_size)
-    return Preparation(whitening, experts, exponents, chains, used)
+    others = int(settings.target_share * settings.batch_size)
+    chains = _start_chains(keys[4], experts, exponents, settings.batch_size - others)
+    return Preparation(whitening, experts, exponents, chains, used, candidates)
 
 
 def prepare_given(
@@ -209,24 +210,6 @@ def refresh(
         points=states[-1],
         evaluations=used,
     )
-
-
-def _tempered_moments(
-    candidates: warmup.Candidates, loc: np.ndarray, scale: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Moments of the candidates under tempered weights, or the anchor's where those are poor."""
-    power = warmup.temper(candidates.log_ratios, max(100.0, 10.0 * len(loc)))
-    if power < _TRUSTED_POWER:
-        return loc, scale
-    logs = power * candidates.log_ratios
-    weights = np.exp(logs - np.max(logs))
-    weights /= np.sum(weights)
-    mean = weights @ candidates.points
-    offset = np.linalg.solve(scale, (candidates.points - mean).T).T
-    try:
-        return mean, scale @ np.linalg.cholesky((offset * weights[:, None]).T @ offset)
-    except np.linalg.LinAlgError:
-        return loc, scale
 
 
 def _start_chains(key: Array, experts: Experts, exponents: Array, count: int) -> Array:

@@ -30,7 +30,7 @@ from moe_jax.product_of_t.experts import (
 _DEFENSIVE = 0.05
 # Centres of the mixture proposal.
 CENTRES = 128
-_MAX_CHAINS = 1000
+_MAX_CHAINS = 4000
 # Sweeps after resampling before the first draw is kept.
 _SETTLING = 8
 _REFERENCE_DEGREES_OF_FREEDOM = 5.0

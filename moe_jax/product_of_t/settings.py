@@ -18,6 +18,9 @@ class FitSettings:
             sum_k G_kk (alpha_k - alpha_tk)^2 / eta_t, which does not depend on the experts' scales.
         learning_rate: eta.
         schedule: "constant", eta_t = eta, or "decreasing", eta_t = eta / (t + 1).
+        target_share: of a batch that is drawn of the candidates with weights p / proposal, roughly
+            draws of the target, in place of q's. Samples of q alone do not see what q cuts off.
+            Nothing where the experts are given, for there are no candidates then.
         score_clip: samples get the further weight 1 / (1 + |g|^2 / (score_clip D)) with g the score
             in whitened coordinates; None for none. Without it a funnel's neck decides.
         value_weight: weight of the variance over the batch of log p - log q, added to the Fisher
@@ -44,6 +47,7 @@ class FitSettings:
     proximal: str = "diagonal"
     learning_rate: float = 1.0
     schedule: str = "constant"
+    target_share: float = 0.5
     score_clip: float | None = 5.0
     value_weight: float = 0.0
     average: bool = True
@@ -68,6 +72,8 @@ class FitSettings:
         for name in ("value_weight", "local_experts", "match_iterations"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 0")
+        if not 0 <= self.target_share < 1:
+            raise ValueError(f"target_share={self.target_share}: expected 0 <= target_share < 1")
         if self.score_clip is not None and not self.score_clip > 0:
             raise ValueError(f"score_clip={self.score_clip}: expected more than 0, or None")
         for name, choices in (
@@ -90,6 +96,7 @@ PAPER = FitSettings(
     iterations=120,
     sampler="dirichlet",
     proximal="identity",
+    target_share=0.0,
     score_clip=None,
     average=False,
     whiten=False,

@@ -80,6 +80,7 @@ def update(
     whitening: Whitening,
     state: State,
     iteration: int,
+    others: Float[Array, "others dim"] | Float[np.ndarray, "others dim"] | None = None,
 ) -> tuple[State, Record]:
     """alpha_t+1 = argmin of the weighted Fisher divergence at q_t's samples plus a proximal term.
 
@@ -88,7 +89,9 @@ def update(
     over alpha >= 0 with sum over positive definite experts >= (D + least_freedom) / 2.
 
     Three compiled calls, of which only that of the target has to be compiled for a new target: a
-    sweep, the target's scores, and all the rest.
+    sweep, the target's scores, and all the rest. `others` are samples beside the chains', of any
+    density of the same support: the divergence is then that under the mixture of both, and where
+    the target is in the family the minimiser is the same.
 
     Reference: arXiv 2510.21598, section 3; `FitSettings` says where we depart from it.
     """
@@ -103,12 +106,16 @@ def update(
         for sweep in range(settings.sweeps):
             count = np.int32(iteration * settings.sweeps + sweep)
             points = gibbs_step(key, count, experts, state.exponents, points)
+    chains = points.shape[0]
+    if others is not None:
+        points = jnp.concatenate([points, others])
     values, scores, finite = whitened_scores(log_density, *whitening, points)
     rate = settings.learning_rate
     if settings.schedule == "decreasing":
         rate = rate / (iteration + 1.0)
     return _solve(
         settings_of_update(settings),
+        chains,
         experts,
         State(state.exponents, points),
         log_weights,
@@ -117,9 +124,10 @@ def update(
     )
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _solve(
     settings: FitSettings,
+    chains: int,
     experts: Experts,
     state: State,
     log_weights: Array | None,
@@ -145,7 +153,8 @@ def _solve(
 
     gram, linear = matching_programme(scores, target_scores, weights)
     misfit = target_scores - jnp.tensordot(exponents, scores, axes=1).T
-    fisher_divergence = weights @ jnp.sum(misfit**2, axis=-1)
+    own = weights[:chains] / jnp.maximum(jnp.sum(weights[:chains]), 1e-300)
+    fisher_divergence = own @ jnp.sum(misfit[:chains] ** 2, axis=-1)
     if settings.value_weight:
         extra_gram, extra_linear = _value_programme(log_d, values, weights)
         gram = gram + settings.value_weight * extra_gram
@@ -168,12 +177,12 @@ def _solve(
         ess=effective_sample_size(log_weights),
         num_active=jnp.sum(following > 1e-6 * total),
         exponent_sum=total,
-        pareto_k=pareto_smooth(log_ratios)[1],
+        pareto_k=pareto_smooth(log_ratios[:chains])[1],
         num_nonfinite=jnp.sum(~finite),
         kkt_residual=solution.residual,
         runaway=jnp.median(jnp.max(jnp.abs(points), axis=-1)) > _RUNAWAY,
     )
-    return State(following, safe_points), record
+    return State(following, safe_points[:chains]), record
 
 
 def _value_programme(log_d: Array, values: Array, weights: Array) -> tuple[Array, Array]:
@@ -190,7 +199,7 @@ def settings_of_update(settings: FitSettings) -> FitSettings:
     default = FitSettings()
     unread = (
         "rounds", "iterations", "batch_size", "sampler", "sweeps", "learning_rate", "schedule",
-        "average", "whiten", "placement", "local_experts", "local_scales", "ladder",
+        "average", "whiten", "target_share", "placement", "local_experts", "local_scales", "ladder",
         "coordinate_experts", "match_iterations", "num_draws",
     )  # fmt: skip
     return dataclasses.replace(settings, **{name: getattr(default, name) for name in unread})

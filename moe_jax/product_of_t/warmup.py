@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
-from scipy.special import logsumexp
+from scipy.special import gammaln, logsumexp
 
 from moe_jax.product_of_t.targets import (
     Derivatives,
@@ -28,6 +28,9 @@ _CONVERGED = 1e-8
 _STRICT_DECREMENT = 1e-3
 _T_DEGREES = 4.0
 _T_SPREAD = 1.5
+_STAGES = 3
+# Below this power of p / proposal, the tempered moments say more of the proposal than of p.
+_TRUSTED_POWER = 0.3
 
 
 class Anchors(NamedTuple):
@@ -48,16 +51,48 @@ class Anchors(NamedTuple):
     hessians: int
 
 
-class Candidates(NamedTuple):
-    """Draws from a broad proposal over the anchors.
+class Proposal(NamedTuple):
+    """Mixture of t's with 4 degrees of freedom.
 
     Attributes:
-        points: draws of the mixture of t's with 4 degrees of freedom and 1.5 times the scales.
+        loc: centres.
+        scale: lower triangular roots of the scale matrices.
+        share: weights, of sum 1.
+    """
+
+    loc: Float[np.ndarray, "anchors dim"]
+    scale: Float[np.ndarray, "anchors dim dim"]
+    share: Float[np.ndarray, " anchors"]
+
+    def log_prob(self, points: Float[np.ndarray, "points dim"]) -> Float[np.ndarray, " points"]:
+        """Log density."""
+        dim = self.loc.shape[-1]
+        power = 0.5 * (_T_DEGREES + dim)
+        constant = gammaln(power) - gammaln(0.5 * _T_DEGREES)
+        constant -= 0.5 * dim * math.log(_T_DEGREES * math.pi)
+        logs = []
+        for centre, root, share in zip(*self, strict=True):
+            offset = np.linalg.solve(root, (points - centre).T)
+            log_determinant = np.sum(np.log(np.abs(np.diagonal(root))))
+            tail = power * np.log1p(np.sum(offset**2, axis=0) / _T_DEGREES)
+            logs.append(math.log(share) - log_determinant - tail)
+        return constant + logsumexp(logs, axis=0)
+
+
+class Candidates(NamedTuple):
+    """Draws from a broad proposal.
+
+    Attributes:
+        points: the draws.
+        log_density: log p there.
         log_ratios: log p - log proposal, -inf where log p is not finite.
+        proposal: what they are draws of.
     """
 
     points: Float[np.ndarray, "draws dim"]
+    log_density: Float[np.ndarray, " draws"]
     log_ratios: Float[np.ndarray, " draws"]
+    proposal: Proposal
 
 
 def _climb(
@@ -259,22 +294,73 @@ def draw_candidates(
     scale: Float[np.ndarray, "anchors dim dim"],
     num_samples: int,
 ) -> Candidates:
-    """Draws from the equal mixture over anchors of broadened t's, with log p - log proposal."""
-    rng, dim = generator_of(key), loc.shape[-1]
-    pick = rng.integers(len(loc), size=num_samples)
-    chi = rng.chisquare(_T_DEGREES, num_samples)
-    noise = rng.standard_normal((num_samples, dim))
-    noise *= (_T_SPREAD * np.sqrt(_T_DEGREES / chi))[:, None]
-    points = loc[pick] + np.einsum("nij,nj->ni", scale[pick], noise)
-    power = 0.5 * (_T_DEGREES + dim)
-    logs = []
-    for centre, root in zip(loc, scale, strict=True):
-        offset = np.linalg.solve(root, (points - centre).T)
-        square = np.sum(offset**2, axis=0) / (_T_SPREAD**2 * _T_DEGREES)
-        logs.append(-np.sum(np.log(np.diagonal(root))) - power * np.log1p(square))
+    """Draws about the anchors, then twice about what the draws so far say of the target.
+
+    A curved target reaches beyond every Gaussian that is matched to it: its moments, estimated with
+    tempered weights, are the next t, so that the draws find their way along it. In the end all are
+    draws of one mixture (deterministic mixtures; Cornuet et al. 2012, arXiv 0907.1254).
+    """
+    rng = generator_of(key)
+    sizes = [len(part) for part in np.array_split(np.arange(num_samples), _STAGES)]
+    components = [(centre, _T_SPREAD * root) for centre, root in zip(loc, scale, strict=True)]
+    counts = np.full(len(components), sizes[0] / len(components))
+    points = _draw_t(rng, components, sizes[0])
     values = values_at(log_density, points)
-    ratios = np.where(np.isfinite(values), values - logsumexp(logs, axis=0), -np.inf)
-    return Candidates(points, ratios)
+    for size in sizes[1:]:
+        moments = tempered_moments(_candidates(points, values, components, counts))
+        if moments is None:
+            counts[: len(loc)] += size / len(loc)
+            some = _draw_t(rng, components[: len(loc)], size)
+        else:
+            components.append((moments[0], _T_SPREAD * moments[1]))
+            counts = np.append(counts, size)
+            some = _draw_t(rng, components[-1:], size)
+        points = np.concatenate([points, some])
+        values = np.concatenate([values, values_at(log_density, some)])
+    return _candidates(points, values, components, counts)
+
+
+def _draw_t(
+    rng: np.random.Generator, components: list[tuple[np.ndarray, np.ndarray]], count: int
+) -> np.ndarray:
+    loc, scale = (np.stack(part) for part in zip(*components, strict=True))
+    # As equal in number as can be.
+    pick = rng.permutation(np.arange(count) % len(loc))
+    radius = np.sqrt(_T_DEGREES / rng.chisquare(_T_DEGREES, count))
+    noise = rng.standard_normal((count, loc.shape[-1])) * radius[:, None]
+    return loc[pick] + np.einsum("nij,nj->ni", scale[pick], noise)
+
+
+def _candidates(
+    points: np.ndarray,
+    values: np.ndarray,
+    components: list[tuple[np.ndarray, np.ndarray]],
+    counts: np.ndarray,
+) -> Candidates:
+    loc, scale = (np.stack(part) for part in zip(*components, strict=True))
+    proposal = Proposal(loc, scale, counts / np.sum(counts))
+    ratios = np.where(np.isfinite(values), values - proposal.log_prob(points), -np.inf)
+    return Candidates(points, values, ratios, proposal)
+
+
+def tempered_moments(candidates: Candidates) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean and lower root of the covariance by tempered weights; None where those are poor."""
+    dim = candidates.points.shape[1]
+    power = temper(candidates.log_ratios, max(100.0, 10.0 * dim))
+    if power < _TRUSTED_POWER:
+        return None
+    logs = power * candidates.log_ratios
+    weights = np.exp(logs - np.max(logs))
+    weights /= np.sum(weights)
+    mean = weights @ candidates.points
+    # In the coordinates of the proposal's last component, where the covariance is well conditioned.
+    scale = candidates.proposal.scale[-1]
+    offset = np.linalg.solve(scale, (candidates.points - mean).T).T
+    try:
+        root = scale @ np.linalg.cholesky((offset * weights[:, None]).T @ offset)
+    except np.linalg.LinAlgError:
+        return None
+    return (mean, root) if np.all(np.isfinite(root)) else None
 
 
 def temper(log_ratios: Float[np.ndarray, " draws"], least_ess: float) -> float:

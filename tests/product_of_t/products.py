@@ -28,7 +28,8 @@ class Moments(NamedTuple):
 
 def example_experts() -> Experts:
     """The four experts, float64 under `jax.enable_x64`, else float32."""
-    return full_experts(jnp.asarray(LOC), jnp.asarray(PRECISION))
+    # Copies: JAX gives an array that it once traced back in the precision it had then.
+    return full_experts(jnp.asarray(LOC.copy()), jnp.asarray(PRECISION.copy()))
 
 
 def log_product(loc: np.ndarray, precision: np.ndarray, exponents: np.ndarray, z: np.ndarray):

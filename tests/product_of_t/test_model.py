@@ -39,7 +39,7 @@ def moments():
 
 
 def example(**options):
-    return ProductOfT(products.example_experts(), jnp.asarray(EXPONENTS), **options)
+    return ProductOfT(products.example_experts(), jnp.asarray(EXPONENTS.copy()), **options)
 
 
 def test_density_is_a_product_of_powers():

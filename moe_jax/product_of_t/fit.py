@@ -59,6 +59,7 @@ class FitResult:
         log_q: log q at the draws.
         log_weights: normalised Pareto-smoothed logarithms of p / q at the draws.
         constrained_draws: the draws as sites of the numpyro model; None for a log density.
+        pool_sites: likewise of the pool's values.
         pareto_k: k-hat of p / q at the draws.
         log_evidence: log of the mean of p / q.
         pool: the target's moments and evidence from the draws and the preparation's candidates
@@ -78,6 +79,7 @@ class FitResult:
     log_q: np.ndarray
     log_weights: np.ndarray
     constrained_draws: dict[str, np.ndarray] | None
+    pool_sites: dict[str, np.ndarray] | None
     pareto_k: float
     log_evidence: float
     pool: Pool
@@ -90,9 +92,24 @@ class FitResult:
     whitening_scale: np.ndarray
 
     def arviz_posterior(self) -> dict[str, np.ndarray]:
-        """The draws as one chain, (1, draws, ...), for `arviz.from_dict(posterior=...)`."""
+        """Draws of q as one chain, (1, draws, ...), for `arviz.from_dict({"posterior": ...})`."""
         sites = {"z": self.draws} if self.constrained_draws is None else self.constrained_draws
         return {name: value[None] for name, value in sites.items()}
+
+    def resampled_posterior(
+        self, key: Key[Array, ""], num_draws: int = 1000
+    ) -> dict[str, np.ndarray]:
+        """Draws of the target as one chain: the pool's, taken as often as their weights say.
+
+        As good as `pool.pareto_k` and `pool.ess` say, which the draws' own number does not.
+        """
+        sites = {"z": self.pool.values} if self.pool_sites is None else self.pool_sites
+        edges = np.cumsum(np.exp(np.maximum(self.pool.log_weights, -700.0)))
+        rng = generator_of(key)
+        grid = (np.arange(num_draws) + rng.uniform()) / num_draws * edges[-1]
+        # Systematic resampling leaves them in order.
+        index = rng.permutation(np.minimum(np.searchsorted(edges, grid), len(edges) - 1))
+        return {name: value[index][None] for name, value in sites.items()}
 
 
 def fit_product_of_t(
@@ -280,7 +297,10 @@ def _finish(
         num_nonfinite=int(np.sum(history["num_nonfinite"])),
         num_runaway=int(np.sum(runaway)),
     )
-    constrained = None if target.constrain is None else target.constrain(draws)
+    sites = None if target.constrain is None else target.constrain(pool.values)
+    constrained = None
+    if sites is not None:
+        constrained = {name: value[: len(draws)] for name, value in sites.items()}
     return FitResult(
         distribution=_in_target_coordinates(end, exponents, normalizer, steps),
         draws=draws,
@@ -288,6 +308,7 @@ def _finish(
         log_q=log_q,
         log_weights=np.asarray(log_weights),
         constrained_draws=constrained,
+        pool_sites=sites,
         pareto_k=float(pareto_k),
         log_evidence=log_evidence,
         pool=pool,

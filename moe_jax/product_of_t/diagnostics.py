@@ -111,6 +111,7 @@ def _fit_generalized_pareto(excess: Array) -> tuple[Array, Array]:
 def trust_warnings(
     *,
     pareto_k: float,
+    pool_pareto_k: float,
     ess: float,
     num_draws: int,
     degrees_of_freedom: float,
@@ -124,6 +125,7 @@ def trust_warnings(
 
     Args:
         pareto_k: of p / q at draws of q.
+        pool_pareto_k: of the pool's weights.
         ess: effective sample size of the smoothed weights p / q.
         num_draws: number of those draws.
         degrees_of_freedom: nu of q.
@@ -137,7 +139,8 @@ def trust_warnings(
     if not pareto_k < MAX_PARETO_K:
         found.append(
             f"Pareto k-hat of p / q is {pareto_k:.2f}, not below {MAX_PARETO_K}: q misses a part "
-            "of the target, and neither its moments nor weighted ones are to be trusted"
+            "of the target, and neither its moments nor its weighted ones are to be trusted; "
+            f"result.pool's, of k-hat {pool_pareto_k:.2f}, are if that is below {MAX_PARETO_K}"
         )
     if not ess >= min(MIN_ESS, 0.5 * num_draws):
         found.append(

@@ -288,6 +288,7 @@ def _finish(
     runaway = history.pop("runaway")
     reasons = trust_warnings(
         pareto_k=float(pareto_k),
+        pool_pareto_k=pool.pareto_k,
         ess=float(ess),
         num_draws=settings.num_draws,
         degrees_of_freedom=2.0 * float(np.sum(exponents)) - len(loc),

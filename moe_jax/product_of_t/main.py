@@ -162,13 +162,18 @@ def _write(
                      "factored_diagonal")
     }  # fmt: skip
     np.savez(folder / "experts.npz", exponents=exponents, **experts)
+    pool = result.pool
+    moments = {"product": result.draws, **others}
     errors = {
-        label: _errors(draws, target.reference)
-        for label, draws in {"product": np.asarray(result.draws), **others}.items()
+        label: _errors(draws.mean(axis=0), draws.std(axis=0), target.reference)
+        for label, draws in moments.items()
     }
+    errors["pool"] = _errors(pool.mean, pool.standard_deviation, target.reference)
     evaluations = result.evaluations
     record = {
         "pareto_k": float(result.pareto_k),
+        "pool_pareto_k": pool.pareto_k,
+        "pool_ess": pool.ess,
         "trusted": bool(result.trusted),
         "warnings": list(result.warnings),
         "scores": int(evaluations.total_scores),
@@ -193,12 +198,14 @@ def _write(
         print(f"warning: {warning}")
 
 
-def _errors(draws: np.ndarray, reference: np.ndarray) -> dict[str, list[float]]:
+def _errors(
+    mean: np.ndarray, deviation: np.ndarray, reference: np.ndarray
+) -> dict[str, list[float]]:
     """Errors of means, in reference standard deviations, and relative ones of deviations."""
     sd = reference.std(axis=0)
     return {
-        "mean": (np.abs(draws.mean(axis=0) - reference.mean(axis=0)) / sd).tolist(),
-        "sd": np.abs(draws.std(axis=0) / sd - 1.0).tolist(),
+        "mean": (np.abs(mean - reference.mean(axis=0)) / sd).tolist(),
+        "sd": np.abs(deviation / sd - 1.0).tolist(),
     }
 
 

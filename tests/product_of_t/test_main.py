@@ -37,7 +37,7 @@ def run(tiny, tmp_path_factory):
 
 def test_run_writes_results_and_figures(run):
     result = json.loads((run / "result.json").read_text())
-    assert set(result["errors"]) == {"product", "Gaussian"}
+    assert set(result["errors"]) == {"product", "Gaussian", "pool"}
     assert len(result["errors"]["product"]["mean"]) == 2
     # Three updates are no fit, and the program says so.
     assert result["trusted"] == (not result["warnings"])

@@ -54,7 +54,8 @@ def test_points_without_a_density_have_no_weight():
 )
 def test_moments_that_disagree_with_the_pools_are_not_trusted(gaps, is_trusted):
     found = trust_warnings(
-        pareto_k=0.3, ess=900.0, num_draws=1000, degrees_of_freedom=9.0, normalizer_error=0.01,
+        pareto_k=0.3, pool_pareto_k=0.3, ess=900.0, num_draws=1000, degrees_of_freedom=9.0,
+        normalizer_error=0.01,
         mean_gap=gaps[0], deviation_gap=gaps[1], num_nonfinite=0, num_runaway=0,
     )  # fmt: skip
     assert (found == ()) == is_trusted

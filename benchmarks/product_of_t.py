@@ -95,10 +95,13 @@ def run_product(case: Case, keys: Sequence[jax.Array]) -> list[dict[str, Any]]:
             seconds,
             0.0,
         )
-        history = result.history
+        history, pool, reference = result.history, result.pool, case.reference
         records.append(
             describe(fit, case)
             | {
+                "pool_mean": float(np.abs((pool.mean - reference.mean) / reference.sd).max()),
+                "pool_sd": float(np.abs(pool.standard_deviation / reference.sd - 1.0).max()),
+                "pool_pareto_k": pool.pareto_k,
                 "trusted": bool(result.trusted),
                 "warnings": list(result.warnings),
                 "fisher_divergence": float(history.fisher_divergence[-1]),

@@ -30,7 +30,10 @@ class Pool:
         ess: effective sample size of the weights.
         log_evidence: log of the mean of p / mixture.
         mean: weighted mean, [D].
-        standard_deviation: weighted standard deviation, [D].
+        mean_error: its standard error, sqrt(sum_i w_i^2 (z_i - mean)^2), [D].
+        standard_deviation: weighted standard deviation s, [D].
+        standard_deviation_error: its standard error, sqrt(sum_i w_i^2 ((z_i - mean)^2 - s^2)^2) /
+            (2 s), [D]. A tail that no draw reached is in neither error.
     """
 
     values: np.ndarray
@@ -39,7 +42,9 @@ class Pool:
     ess: float
     log_evidence: float
     mean: np.ndarray
+    mean_error: np.ndarray
     standard_deviation: np.ndarray
+    standard_deviation_error: np.ndarray
 
 
 def pool_draws(
@@ -70,7 +75,12 @@ def pool_draws(
     with np.errstate(under="ignore"):
         weights = np.exp(log_weights)
         effective = 1.0 / np.sum(weights**2)
-    mean = weights @ values
+        mean = weights @ values
+        squares = (values - mean) ** 2
+        variance = weights @ squares
+        mean_error = np.sqrt(weights**2 @ squares)
+        deviation = np.sqrt(variance)
+        deviation_error = np.sqrt(weights**2 @ (squares - variance) ** 2) / (2.0 * deviation)
     return Pool(
         values=values,
         log_weights=log_weights,
@@ -78,7 +88,9 @@ def pool_draws(
         ess=float(effective),
         log_evidence=float(logsumexp(ratios)) - math.log(len(ratios)),
         mean=mean,
-        standard_deviation=np.sqrt(weights @ (values - mean) ** 2),
+        mean_error=mean_error,
+        standard_deviation=deviation,
+        standard_deviation_error=deviation_error,
     )
 
 

@@ -32,7 +32,7 @@ from theory.evaluation import evaluate_seeds, partition_map
 from theory.experiments import Run, built_start, runs_of
 from theory.fit import TrainConfig, train_seeds
 from theory.plots import draw_experiment, draw_maps
-from theory.tables import write_table
+from theory.tables import write_record, write_table
 
 SECTIONS = ("experiment", "seed", "data", "train", "start_learning_rate", "options", "full")
 
@@ -41,7 +41,8 @@ def run_experiment(config: Mapping[str, Any], workdir: str | Path, *, full: bool
     """Trains what is not yet trained, then writes `table.md` and `figure.png`.
 
     Where the plane is cut into cells, `partitions.png` shows what the trained gates make of it.
-    `results.json` holds the configuration and the records of the finished runs.
+    `results.json` holds the configuration and all that was measured of the finished runs,
+    `record.json` what table and figures show of it.
 
     Args:
         config: see configs/theory.
@@ -86,6 +87,7 @@ def run_experiment(config: Mapping[str, Any], workdir: str | Path, *, full: bool
             print("to resume, run the same command again")
             return exit_code(interrupts.requested)
         table = write_table(results, folder / "table.md")
+        write_record(results, folder / "record.json")
         draw_experiment(results, folder / "figure.png")
         if any("map" in run for run in results["runs"].values()):
             draw_maps(results, folder / "partitions.png")

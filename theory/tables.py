@@ -1,5 +1,6 @@
 """The table of a learned experiment and the figures asked of it, from its results file."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 
 from moe_jax.training.rates import fit_floor, fit_rate
 
+_ALWAYS = ("facts", "floor", "map", "seconds")
 _COLUMNS = {
     "dimension": (
         "mse", "sup", "hard_mse", "hard_sup", "start_mse", "start_sup", "experts_used",
@@ -51,6 +53,20 @@ def write_table(results: Mapping[str, Any], path: Path) -> str:
         text += "\n" + "\n".join(f"- {line}" for line in asked) + "\n"
     path.write_text(text)
     return text
+
+
+def write_record(results: Mapping[str, Any], path: Path) -> None:
+    """Writes what the table and the figures read, to 4 digits, an entry a line.
+
+    benchmarks/results/theory_*.json are such files.
+    """
+    kept = (*_ALWAYS, *_COLUMNS[results["config"]["experiment"]])
+    blocks = []
+    for name, run in results["runs"].items():
+        lines = [f"   {json.dumps(key)}: {_short(run[key])}" for key in kept if key in run]
+        blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
+    config = json.dumps(results["config"])
+    path.write_text(f'{{\n "config": {config},\n "runs": {{\n' + ",\n".join(blocks) + "\n }\n}\n")
 
 
 def answers(results: Mapping[str, Any]) -> list[str]:
@@ -150,6 +166,14 @@ def _depth(runs: Mapping[str, Any]) -> list[str]:
                 f"of one layer of {flat['facts']['experts']} with the same {same} parameters"
             )
     return lines
+
+
+def _short(entry: Any) -> str:
+    if isinstance(entry, list):
+        entry = [float(f"{x:.4g}") if isinstance(x, float) else x for x in entry]
+    elif isinstance(entry, float):
+        entry = float(f"{entry:.4g}")
+    return json.dumps(entry, separators=(", ", ": "))
 
 
 def _median(values: Sequence[float]) -> float:

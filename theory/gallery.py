@@ -372,11 +372,13 @@ def draw_datadriven(path: Path) -> None:
         axes.set_xticks(segments)
         axes.set_xlabel("mesh intervals n across a chart, 16 charts, 8000 points of the sphere")
         axes.grid(alpha=0.3, which="both", linewidth=0.5)
-    left.legend(fontsize=8)
-    handles = [each.get_legend_handles_labels() for each in (right, twin)]
-    right.legend(
-        handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], fontsize=8, loc="center left"
-    )
+    handles: list[Any] = []
+    labels: list[str] = []
+    for axes in (left, right, twin):
+        found = axes.get_legend_handles_labels()
+        handles += found[0]
+        labels += found[1]
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

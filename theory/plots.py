@@ -24,6 +24,29 @@ SHAPES: dict[str, tuple[str, str | None, tuple[str, ...], tuple[str, ...]]] = {
     "encoders": ("code", None, ("weight", "matched"), ("hard_mse", "hard_sup")),
     "sharing": ("k", None, ("shared",), ("mse", "sup")),
 }
+TITLES = {
+    "dimension": "L1: one smooth function on a curve and on the sphere, at a random place in R^D",
+    "experts": "L2: a smooth function on a curve, by the number of experts of one width",
+    "gates": "L3: an affine function on each cell of a partition of the plane, by class of gates",
+    "depth": "L4: E x E cells of the plane, a jump at every face, by the number of layers",
+    "encoders": "L5: a smooth function on the sphere, experts that see d' directions only",
+    "sharing": "L6: a smooth function on a curve, k experts a point of equal active width together",
+}
+_WORDS = {
+    "built": "top-1 from the data-driven construction",
+    "straight_through": "top-1, straight-through",
+    "switch": "top-1, Switch weights",
+    "soft": "soft, all experts answer",
+    "likelihood": "top-1, likelihood",
+    "dense_active": "dense, equal active parameters",
+    "dense_total": "dense, equal total parameters",
+    "hidden_layer": "two-layer",
+    "dense": "dense + affine",
+    "active": "equal active parameters",
+    "total": "equal total parameters",
+    "width": "experts of equal width",
+    "reference": "2 layers of E experts, the others' reference",
+}
 _SHAPE_ORDER = ("1 x E", "1 x 2E", "1 x E²", "2 x E", "3 x E")
 LABELS = {
     "D": "ambient dimension D",
@@ -63,9 +86,14 @@ def draw_experiment(results: Mapping[str, Any], path: Path) -> None:
             _draw_panel(axes, groups, abscissa, quantity)
             axes.set_title(row, fontsize=10)
     num_seeds = results["config"]["train"]["num_seeds"]
-    figure.suptitle(f"medians of {num_seeds} seeds; bars from the least to the largest", fontsize=9)
+    title = TITLES[results["config"]["experiment"]]
+    figure.suptitle(
+        f"{title}\nmedians of {num_seeds} seeds; bars from the least to the largest", fontsize=10
+    )
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=3 if len(labels) < 7 else 4, fontsize=8
+    )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -79,7 +107,7 @@ def draw_maps(results: Mapping[str, Any], path: Path) -> None:
     columns = 5
     rows = -(-len(runs) // columns)
     figure, grid = plt.subplots(
-        rows, columns, figsize=(2.4 * columns, 2.75 * rows), layout="constrained", squeeze=False
+        rows, columns, figsize=(2.4 * columns, 2.9 * rows), layout="constrained", squeeze=False
     )
     colors = plt.get_cmap("tab20")(np.arange(len(SYMBOLS)) % 20)
     for axes in grid.flat:
@@ -91,20 +119,20 @@ def draw_maps(results: Mapping[str, Any], path: Path) -> None:
         _draw_jumps(axes, facts.get("partition", "cells"), facts.get("cells", 3))
         if "experts" in facts:
             used = f"{_quantile(run['paths'], 0.5):g} paths" if "paths" in run else "one layer"
-            same = "" if facts["matched"] == "reference" else f", same {facts['matched']}"
+            same = "" if facts["matched"] == "reference" else f", equal {facts['matched']}"
             pieces = facts["cells"] ** 2
             title = f"{facts['layers']} x {facts['experts']}{same}\n{used}, {pieces} pieces"
         else:
-            gate = facts["gate"].replace("_", " ")
             title = (
-                f"{gate}, {facts['weighting'].replace('_', ' ')}\nsame {facts['matched']}: purity "
-                f"{_quantile(run['purity'], 0.5):.2f}"
+                f"{_WORDS.get(facts['gate'], facts['gate'])} gate\n"
+                f"{facts['weighting'].replace('_', '-')}, equal {facts['matched']}\n"
+                f"purity {_quantile(run['purity'], 0.5):.2f}"
             )
         axes.set_title(title, fontsize=8)
     figure.suptitle(
-        "regions of one expert (of one path, where there are layers), a colour each; red: the "
-        "target's jumps; middle seed",
-        fontsize=10,
+        "regions of the square in which one expert answers (where there are layers, one path), a "
+        "colour each, in the middle seed;\nred: the target's jumps",
+        fontsize=9,
     )
     figure.savefig(path, dpi=90)
     plt.close(figure)
@@ -173,7 +201,7 @@ def _draw_panel(
             linestyle="none" if is_named or len(runs) == 1 else "-",
         )  # fmt: skip
     if is_named:
-        axes.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
+        axes.set_xticks(range(len(names)), [_WORDS.get(name, name) for name in names])
     else:
         if is_log:
             axes.set_xscale("log", base=2)
@@ -225,9 +253,7 @@ def _group_label(name: str, value: Any) -> str:
         return f"reconstruction weight {value}"
     if name == "cells":
         return f"{value} cells an axis"
-    if name == "matched":
-        return "reference" if value == "reference" else f"same {value}"
-    return str(value).replace("_", " ")
+    return _WORDS.get(str(value), str(value).replace("_", " "))
 
 
 def _quantile(values: Sequence[float | int], q: float) -> float:

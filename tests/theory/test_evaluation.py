@@ -15,6 +15,7 @@ from theory.evaluation import (
     partition_map,
     stack_network,
 )
+from theory.fit import ONCE
 from theory.gallery import RESULTS
 from theory.model import Stack, apply_stack, init_stack
 from theory.network import apply_network
@@ -23,16 +24,20 @@ from theory.product_grid import one_layer_gate
 from theory.tables import answers
 
 KEY = jax.random.key(0)
+# Compiled once a shape: operation by operation takes many times as long.
+apply = jax.jit(apply_stack, static_argnums=0, compiler_options=ONCE)
+init = jax.jit(init_stack, static_argnums=1, compiler_options=ONCE)
 STACK = Stack(2, 1, num_experts=9, hidden_dim=3, weighting="hard")
 
 
 def seeds(stack, num=2):
-    return jax.vmap(lambda key: init_stack(key, stack))(jax.random.split(KEY, num))
+    leaves = [init(key, stack) for key in jax.random.split(KEY, num)]
+    return jax.tree.map(lambda *each: np.stack(each), *leaves)
 
 
 def exact_gate():
     """Parameters whose gate cuts [-1, 1]^2 into 9 squares, and whose experts are random."""
-    params = init_stack(KEY, STACK)
+    params = init(KEY, STACK)
     kernel = one_layer_gate(3, 2)
     # x = 1.5 (z + 1) on the cube [0, 3]^2.
     kernel = np.concatenate([kernel[:1] + 1.5 * kernel[1:].sum(axis=0), 1.5 * kernel[1:]])
@@ -59,9 +64,9 @@ def test_an_exact_gate_is_recorded_as_pure_and_drawn_as_nine_squares():
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_a_trained_stack_is_a_network_of_the_library(num_layers):
     stack = Stack(2, 2, 3, 5, num_layers=num_layers, state_dim=3, weighting="hard")
-    params = init_stack(KEY, stack)
+    params = init(KEY, stack)
     x = np.asarray(jax.random.normal(jax.random.key(1), (60, 2)))
-    known = apply_stack(stack, params, jnp.asarray(x))
+    known = apply(stack, params, jnp.asarray(x))
     found = apply_network(stack_network(stack, params), x.astype(float), implementation="dense")
     np.testing.assert_allclose(found.y, known.y, atol=1e-5)
     assert np.array_equal(found.selection.T, known.selection)
@@ -72,11 +77,11 @@ def test_a_trained_stack_is_a_network_of_the_library(num_layers):
 @pytest.mark.parametrize("weighting", ["hard", "soft"])
 def test_the_last_matrices_answer_linearly_in_the_features(weighting):
     stack = Stack(2, 1, 3, 5, weighting=weighting)
-    params = init_stack(KEY, stack)
+    params = init(KEY, stack)
     x = np.asarray(jax.random.normal(jax.random.key(1), (60, 2)))
     features = last_layer_features(stack, params, x)
     down = np.asarray(params[0]["experts"]["down"], float)[:, :, 1].reshape(-1)
-    known = apply_stack(stack, params, jnp.asarray(x)).y
+    known = apply(stack, params, jnp.asarray(x)).y
     np.testing.assert_allclose(features @ down, np.asarray(known)[:, 0], atol=1e-5)
 
 

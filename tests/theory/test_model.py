@@ -11,6 +11,7 @@ from moe_jax.core import SparseMoE
 from theory.atlas import regular_centers, voronoi_atlas
 from theory.construct import chart_moe
 from theory.experiments import built_start
+from theory.fit import ONCE
 from theory.manifolds import circle
 from theory.model import (
     STACK_GATES,
@@ -27,6 +28,9 @@ from theory.product_grid import product_grid, product_grid_moe
 from theory.targets import waves
 
 KEY = jax.random.key(0)
+# Compiled once a shape: operation by operation takes many times as long.
+apply = jax.jit(apply_stack, static_argnums=0, compiler_options=ONCE)
+init = jax.jit(init_stack, static_argnums=1, compiler_options=ONCE)
 SCORES = jnp.log(jnp.array([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]))
 
 
@@ -36,7 +40,7 @@ def points(num, dim):
 
 def test_a_stack_with_hard_weights_is_a_row_of_sparse_layers():
     stack = Stack(2, 1, num_experts=3, hidden_dim=4, num_layers=2, state_dim=3, weighting="hard")
-    params = init_stack(KEY, stack)
+    params = init(KEY, stack)
     layer = SparseMoE(
         num_experts=3,
         num_selected=1,
@@ -51,7 +55,7 @@ def test_a_stack_with_hard_weights_is_a_row_of_sparse_layers():
     for variables in params:
         tokens, _ = jax.jit(layer.apply)({"params": variables}, tokens)
         tokens = tokens.at[:, 0].set(1.0)
-    found = jax.jit(lambda x: apply_stack(stack, params, x).y)(x)
+    found = apply(stack, params, x).y
     np.testing.assert_allclose(found, tokens[:, 1:2], atol=1e-5)
 
 
@@ -69,7 +73,7 @@ def test_constructions_are_parameters_of_a_stack():
         known = apply_network(network, inputs, implementation="dense")
         with jax.enable_x64(True):
             params = [jax.tree.map(jnp.asarray, each["params"]) for each in network.params]
-            found = apply_stack(shape, params, jnp.asarray(inputs))
+            found = apply(shape, params, jnp.asarray(inputs))
             selection = np.asarray(found.selection)
         assert np.abs(np.asarray(found.y) - known.y).max() < 1e-12
         assert np.array_equal(selection.T, known.selection)
@@ -78,7 +82,7 @@ def test_constructions_are_parameters_of_a_stack():
 def test_the_data_driven_start_is_close_before_any_training():
     problem = manifold_problem(KEY, "moment_curve", 16, num_train=2000, num_test=500)
     stack = Stack(16, 1, num_experts=4, hidden_dim=11, weighting="hard")
-    found = apply_stack(stack, built_start(stack, problem), jnp.asarray(problem.x_test))
+    found = apply(stack, built_start(stack, problem), jnp.asarray(problem.x_test))
     assert np.mean(np.square(found.y - problem.y_test)) < 2e-2
 
 
@@ -132,11 +136,11 @@ def test_counts_are_those_of_the_parameters(gate):
 
 def test_an_encoded_expert_is_the_composition():
     stack = Stack(3, 1, num_experts=2, hidden_dim=4, encoder_dim=2)
-    params = init_stack(KEY, stack)
+    params = init(KEY, stack)
     expert = params[0]["experts"]
     x = points(20, 3)
     tokens = jnp.concatenate([jnp.ones((20, 1)), x], axis=1)
-    answers = apply_stack(stack, params, x).answers
+    answers = apply(stack, params, x).answers
     for e in range(2):
         code = tokens @ expert["encoder"][e]
         hidden = jax.nn.relu(code @ expert["low"][e, 1:] + expert["low"][e, 0][None, :])

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 
 from moe_jax.training import Progress
@@ -44,6 +45,10 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, capsys, monke
     assert not (tmp_path / "cut" / "table.md").exists()
     assert run_experiment(CONFIG, tmp_path / "cut") == 0
     whole, cut = (results_of(tmp_path / name) for name in ("whole", "cut"))
+    record = json.loads((tmp_path / "whole" / "record.json").read_text())["runs"]
+    for name, run in record.items():
+        np.testing.assert_allclose(run["purity"], whole[name]["purity"], rtol=1e-3)
+        assert run["map"] == whole[name]["map"] and "capacity" not in run
     for results in (whole, cut):
         results["rings likelihood affine, same width"].pop("seconds")
     assert whole == cut

@@ -1,6 +1,6 @@
 """Feed-forward networks: many experts over rows sorted by expert, or one over every token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 import flax.linen as nn
@@ -54,6 +54,13 @@ class ExpertFFN(nn.Module):
     implementation: str | None = None
 
     @nn.compact
+    def weights(self, model_dim: int) -> dict[str, Array]:
+        """The parameters, for tokens of that width."""
+        weight = partial(_weight, self, num_experts=self.num_experts)
+        shape = (model_dim, self.hidden_dim)
+        inner = {name: weight(name, shape) for name in (("gate", "up") if self.gated else ("up",))}
+        return inner | {"down": weight("down", shape[::-1], scale=self.down_scale)}
+
     def __call__(
         self,
         rows: Float[Array, "rows model"],
@@ -77,30 +84,44 @@ class ExpertFFN(nn.Module):
         Raises:
             ValueError: if an attribute is out of range or the rows do not divide into E groups.
         """
-        activate = _activate(self.activation, self.gated)
+        _activate(self.activation, self.gated)
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate={self.dropout_rate} is not in [0, 1)")
-        num_rows, model_dim = rows.shape
-        if group_sizes is None and num_rows % self.num_experts:
+        drop = None
+        if self.dropout_rate and not deterministic:
+            if row_ids is None:
+                row_ids = jnp.arange(rows.shape[0], dtype=jnp.int32)
+            drop = partial(_drop, self.make_rng("dropout"), row_ids, self.dropout_rate)
+        weights = self.weights(rows.shape[1])
+        return self.answer(weights, rows, group_sizes, drop)
+
+    def answer(
+        self,
+        weights: Mapping[str, Array],
+        rows: Float[Array, "rows model"],
+        group_sizes: Int[Array, " groups"] | None,
+        drop: Callable[[Array], Array] | None = None,
+    ) -> Float[Array, "rows model"]:
+        """What the experts of these weights, perhaps a part of all, answer; see `__call__`."""
+        activate = _activate(self.activation, self.gated)
+        num_rows, num_experts = rows.shape[0], weights["down"].shape[0]
+        if group_sizes is None and num_rows % num_experts:
             raise ValueError(
-                f"rows={num_rows} do not divide into num_experts={self.num_experts} equal groups"
+                f"rows={num_rows} do not divide into num_experts={num_experts} equal groups"
             )
-        if group_sizes is not None and group_sizes.shape != (self.num_experts,):
+        if group_sizes is not None and group_sizes.shape != (num_experts,):
             raise ValueError(
-                f"group_sizes {group_sizes.shape} do not fit num_experts={self.num_experts}"
+                f"group_sizes {group_sizes.shape} do not fit num_experts={num_experts}"
             )
-        weight = partial(_weight, self, num_experts=self.num_experts)
-        shape = (model_dim, self.hidden_dim)
-        inner = [weight(name, shape) for name in (("gate", "up") if self.gated else ("up",))]
-        down = weight("down", shape[::-1], scale=self.down_scale)
+        inner = [weights[name] for name in ("gate", "up") if name in weights]
+        down = weights["down"]
         rows = rows.astype(self.dtype)
         implementation = check_implementation(self.implementation)
-        drops = bool(self.dropout_rate) and not deterministic
         # Batched products suit equal groups, but their derivative in bfloat16 is slow on CPU.
         is_fused = group_sizes is not None or (
-            self.dtype == jnp.bfloat16 and num_rows >= FUSED_EQUAL_ROWS * self.num_experts
+            self.dtype == jnp.bfloat16 and num_rows >= FUSED_EQUAL_ROWS * num_experts
         )
-        if implementation == "loop" and is_fused and not drops:
+        if implementation == "loop" and is_fused and drop is None:
             return fused_experts(activate, rows, tuple(inner), down, group_sizes)
 
         def multiply(lhs: Array, weight: Array) -> Array:
@@ -110,11 +131,7 @@ class ExpertFFN(nn.Module):
             return grouped_matmul(lhs, weight, group_sizes, implementation)
 
         hidden = _hidden(activate, *(multiply(rows, weight) for weight in inner))
-        if drops:
-            if row_ids is None:
-                row_ids = jnp.arange(num_rows, dtype=jnp.int32)
-            hidden = _drop(self.make_rng("dropout"), hidden, row_ids, self.dropout_rate)
-        return multiply(hidden, down)
+        return multiply(hidden if drop is None else drop(hidden), down)
 
 
 class FeedForward(nn.Module):
@@ -176,7 +193,7 @@ def _activate(name: str, gated: bool) -> Callable[..., Array]:
     return (lambda gate, up: activation(gate) * up) if gated else activation
 
 
-def _drop(key: Key[Array, ""], hidden: Array, row_ids: Int[Array, " rows"], rate: float) -> Array:
+def _drop(key: Key[Array, ""], row_ids: Int[Array, " rows"], rate: float, hidden: Array) -> Array:
     def keep(row_id: Array) -> Array:
         return jax.random.bernoulli(jax.random.fold_in(key, row_id), 1.0 - rate, hidden.shape[1:])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.precision import wide_type
 from moe_jax.core.routing import Routing, expert_counts
@@ -40,9 +40,16 @@ class RowOrder:
 
 def sort_by_expert(routing: Routing) -> RowOrder:
     """Orders the assignments by expert, and by token within an expert (the sort is stable)."""
-    num_tokens, num_selected = routing.expert_index.shape
     num_experts = routing.gate_logits.shape[-1]
-    expert = jnp.where(routing.keep, routing.expert_index, num_experts).reshape(-1)
+    return sort_assignments(routing.expert_index, routing.keep, num_experts)
+
+
+def sort_assignments(
+    expert_index: Int[Array, "tokens k"], keep: Bool[Array, "tokens k"], num_experts: int
+) -> RowOrder:
+    """`sort_by_expert` of the kept assignments to `num_experts` experts."""
+    num_tokens, num_selected = expert_index.shape
+    expert = jnp.where(keep, expert_index, num_experts).reshape(-1)
     assignment_of_row = jnp.argsort(expert, stable=True).astype(jnp.int32)
     num_rows = num_tokens * num_selected
     row_of_assignment = (
@@ -53,7 +60,7 @@ def sort_by_expert(routing: Routing) -> RowOrder:
     return RowOrder(
         token_of_row=assignment_of_row // jnp.int32(num_selected),
         row_of_assignment=row_of_assignment.reshape(num_tokens, num_selected),
-        group_sizes=expert_counts(routing.expert_index, routing.keep, num_experts),
+        group_sizes=expert_counts(expert_index, keep, num_experts),
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -29,6 +29,10 @@ from moe_jax.core.routers import (
 )
 from moe_jax.core.routing import Routing, check_num_selected
 from moe_jax.core.soft import SoftWeights, answer_tokens, fill_slots
+
+
+Exchange = Callable[[ExpertFFN, Mapping[str, Array], Array, Routing, int | None], Array]
+"""(experts, weights, tokens [tokens, model], routing, most rows of an expert) -> [tokens, model]."""
 
 
 class SparseMoE(nn.Module):
@@ -61,6 +65,8 @@ class SparseMoE(nn.Module):
         capacity_priority: which assignments stay, see `limit_capacity`.
         activation, gated, dropout_rate, dtype, down_scale, implementation: see `ExpertFFN`; shared
             experts have no dropout.
+        exchange: applies the experts where a mesh splits them: `moe_jax.sharding.ExpertParallel`.
+            None where every device has all.
     """
 
     num_experts: int
@@ -77,6 +83,7 @@ class SparseMoE(nn.Module):
     dtype: jax.typing.DTypeLike = jnp.float32
     down_scale: float = 1.0
     implementation: str | None = None
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         # A dict would leave the module without a hash, and so without a place in jit's statics.
@@ -159,18 +166,15 @@ class SparseMoE(nn.Module):
                 expert_mask=expert_mask,
                 deterministic=deterministic,
             )
-            routing, order, is_even = self._lay_out(router, routing)
-            rows = experts(
-                dispatch(tokens.astype(self.dtype), order),
-                None if is_even else order.group_sizes,
-                deterministic=deterministic,
-                row_ids=_assignment_of_row(order) if self.dropout_rate else None,
-            )
-            out = combine(rows, routing.combine_weight, order)
-            if capture:
-                routing = dataclasses.replace(
-                    routing, output_norm=_norm_of_assignment(rows, order, routing)
+            routing, capacity = self._limit(router, routing)
+            if self.exchange is None:
+                out, routing = self._answer(
+                    experts, tokens, routing, capacity, deterministic, capture
                 )
+            else:
+                self._check_exchange(capture)
+                weights = experts.weights(tokens.shape[-1])
+                out = self.exchange(experts, weights, tokens, routing, capacity)
         out = out.astype(x.dtype)
         if self.num_shared_experts:
             # Shared experts side by side are one feed-forward network of their joint width.
@@ -205,19 +209,52 @@ class SparseMoE(nn.Module):
                 + ("; set it in router_options" if self.router == "expert_choice" else "")
             )
 
-    def _lay_out(self, router: nn.Module, routing: Routing) -> tuple[Routing, RowOrder, bool]:
-        """The routing after drops, the order of its rows, and whether all groups are equal."""
+    def _check_exchange(self, capture: bool) -> None:
+        if self.router in ("expert_choice", "soft"):
+            raise ValueError(
+                f"exchange is for routers whose tokens choose experts, not router={self.router!r}"
+            )
+        if capture or self.dropout_rate:
+            raise ValueError(
+                f"exchange has neither capture={capture} nor dropout_rate={self.dropout_rate}"
+            )
+
+    def _limit(self, router: nn.Module, routing: Routing) -> tuple[Routing, int | None]:
+        """The routing after drops, and the most rows of an expert where there is a limit."""
         num_tokens = routing.mask.shape[0]
         if isinstance(router, ExpertChoiceRouter):
-            capacity = min(router.capacity(num_tokens), max(num_tokens, 1))
-            return routing, order_by_capacity(routing, capacity), True
+            return routing, min(router.capacity(num_tokens), max(num_tokens, 1))
         if self.capacity_factor is None:
-            return routing, sort_by_expert(routing), False
+            return routing, None
         capacity = expert_capacity(
             num_tokens, self.num_selected, self.num_experts, self.capacity_factor
         )
-        routing = limit_capacity(routing, capacity, priority=self.capacity_priority)
-        return routing, order_by_capacity(routing, capacity), True
+        return limit_capacity(routing, capacity, priority=self.capacity_priority), capacity
+
+    def _answer(
+        self,
+        experts: ExpertFFN,
+        tokens: Array,
+        routing: Routing,
+        capacity: int | None,
+        deterministic: bool,
+        capture: bool,
+    ) -> tuple[Array, Routing]:
+        if capacity is None:
+            order = sort_by_expert(routing)
+        else:
+            order = order_by_capacity(routing, capacity)
+        rows = experts(
+            dispatch(tokens.astype(self.dtype), order),
+            order.group_sizes if capacity is None else None,
+            deterministic=deterministic,
+            row_ids=_assignment_of_row(order) if self.dropout_rate else None,
+        )
+        out = combine(rows, routing.combine_weight, order)
+        if capture:
+            norm = _norm_of_assignment(rows, order, routing)
+            routing = dataclasses.replace(routing, output_norm=norm)
+        return out, routing
 
     def _soft(
         self,

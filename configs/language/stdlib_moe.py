@@ -75,5 +75,6 @@ def get_config() -> ConfigDict:
                 "max_skipped_in_row": 10,
             },
             "sample": {"prompt": "def ", "num_tokens": 400, "temperature": 0.7},
+            "mesh": {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, "exchange": "auto"},
         }
     )

@@ -30,9 +30,8 @@ from moe_jax.core.routers import (
 from moe_jax.core.routing import Routing, check_num_selected
 from moe_jax.core.soft import SoftWeights, answer_tokens, fill_slots
 
-
 Exchange = Callable[[ExpertFFN, Mapping[str, Array], Array, Routing, int | None], Array]
-"""(experts, weights, tokens [tokens, model], routing, most rows of an expert) -> [tokens, model]."""
+"""(experts, weights, tokens [tokens, model], routing, most rows an expert) -> [tokens, model]."""
 
 
 class SparseMoE(nn.Module):

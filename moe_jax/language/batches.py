@@ -32,6 +32,7 @@ def make_batches(
     sequence_length: int,
     seed: int,
     pad_id: int,
+    rows: slice | None = None,
 ) -> grain.DatasetIterator:
     """Endless shuffled batches of packed windows.
 
@@ -45,6 +46,7 @@ def make_batches(
         sequence_length: L, at most the number of tokens.
         seed: not negative; decides the order of documents and windows.
         pad_id: fills the rows of the last window.
+        rows: those to make of every batch, where other processes make the others; all if None.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -53,8 +55,13 @@ def make_batches(
     windows = PackedWindows(documents, sequence_length=sequence_length, seed=seed, pad_id=pad_id)
     # Grain shuffles epoch e by seed + e, so that neighbouring seeds would share orders.
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    dataset = grain.MapDataset.source(windows).shuffle(shuffle_seed).repeat()
-    batches = dataset.batch(batch_size, drop_remainder=True)
+    numbers = grain.MapDataset.range(len(windows)).shuffle(shuffle_seed).repeat()
+
+    def make_rows(numbers: np.ndarray) -> Rows:
+        chosen = [windows[number] for number in (numbers if rows is None else numbers[rows])]
+        return {name: np.stack([window[name] for window in chosen]) for name in chosen[0]}
+
+    batches = numbers.batch(batch_size, drop_remainder=True).map(make_rows)
     # A batch takes about a millisecond; threads would only compete with the step for the cores.
     read_options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return iter(batches.to_iter_dataset(read_options))

@@ -13,6 +13,7 @@ from moe_jax.language.batches import evaluation_windows
 from moe_jax.language.corpus import TokenizedDocuments
 from moe_jax.language.fit import Batch, forward, token_losses
 from moe_jax.language.model import LanguageModel
+from moe_jax.sharding import replicated
 
 
 class Evaluation(NamedTuple):
@@ -36,11 +37,13 @@ def make_evaluation(
     every token but a document's first ones has at least three quarters of a window of context.
     """
 
-    @jax.jit
     def nats(variables: PyTree, batch: Batch) -> Array:
         logits, _ = forward(model, variables, batch)
         losses = token_losses(logits, batch["targets"], batch["loss_mask"])
         return jnp.sum(losses, axis=1)
+
+    whole = None if model.parallel is None else replicated(model.parallel.mesh)
+    nats = jax.jit(nats, out_shardings=whole)
 
     def evaluate(variables: PyTree, documents: TokenizedDocuments) -> Evaluation:
         bits = np.zeros(len(documents))

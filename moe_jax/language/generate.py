@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from moe_jax.language.model import LanguageModel
+from moe_jax.sharding import constrain
 
 
 def generate(
@@ -94,5 +95,7 @@ def _draw(
     segment_ids = (index < num_tokens).astype(jnp.int32)[None, :]
     logits, _ = model.apply(variables, tokens, segment_ids)
     last = logits[0, num_tokens - 1]
+    if model.parallel is not None:
+        last = constrain(last, (None,), model.parallel.mesh)
     warm = jax.random.categorical(key, last / jnp.maximum(temperature, 1e-6))
     return jnp.where(temperature > 0, warm, jnp.argmax(last)).astype(jnp.int32)

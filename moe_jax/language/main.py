@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from absl import logging
 
 from moe_jax.language.batches import make_batches
-from moe_jax.language.config import LanguageModelConfig
 from moe_jax.language.corpus import Corpus, load_corpus
 from moe_jax.language.counts import count_parameters, training_flops_per_token
 from moe_jax.language.evaluate import Evaluation, make_evaluation, sample_documents
@@ -32,9 +31,18 @@ from moe_jax.language.settings import (
     write_configuration,
 )
 from moe_jax.language.tokenizer import Tokenizer, load_tokenizer
+from moe_jax.sharding import (
+    AXES,
+    ExpertParallel,
+    GlobalBatches,
+    make_mesh,
+    process_rows,
+    replicated,
+    state_shardings,
+)
 from moe_jax.training.checkpoints import Checkpoints
 from moe_jax.training.interrupts import Interrupts, exit_code
-from moe_jax.training.loop import restore_or_init, train
+from moe_jax.training.loop import Batches, restore_or_init, train
 from moe_jax.training.metrics import MetricWriter, read_metrics
 from moe_jax.training.optimizer import make_optimizer
 from moe_jax.training.program import run_program
@@ -75,8 +83,8 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
             cache_dir=settings.data.cache_dir or folder / "cache",
             text_key=settings.data.text_key,
         )
-        model = LanguageModel(model_config(settings.model, tokenizer))
-        _describe(model.config, corpus)
+        model = LanguageModel(model_config(settings.model, tokenizer), _parallel(settings))
+        _describe(model, corpus)
         evaluate = make_evaluation(
             model,
             sequence_length=settings.data.sequence_length,
@@ -118,13 +126,22 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
     return 0
 
 
-def _describe(config: LanguageModelConfig, corpus: Corpus) -> None:
+def _parallel(settings: Settings) -> ExpertParallel | None:
+    """Where and how the model is split; None for one device."""
+    if settings.mesh.sizes == (1,) * len(AXES):
+        return None
+    return ExpertParallel(make_mesh(settings.mesh), settings.mesh.exchange)
+
+
+def _describe(model: LanguageModel, corpus: Corpus) -> None:
     devices = jax.devices()
-    counts = count_parameters(config)
+    counts = count_parameters(model.config)
+    sizes = {"data": 1} if model.parallel is None else model.parallel.mesh.shape
     logging.info(
-        "devices %d x %s, mesh data=1 | parameters %s, active %s | corpus %s",
+        "devices %d x %s, mesh %s | parameters %s, active %s | corpus %s",
         len(devices),
         devices[0].device_kind,
+        ", ".join(f"{axis}={size}" for axis, size in sizes.items()),
         f"{counts.total:,}",
         f"{counts.active:,}",
         corpus.report,
@@ -144,27 +161,35 @@ def _train(
     data = settings.data
     optimizer = make_optimizer(settings.optimizer, settings.train.num_steps)
     tokens_per_byte = corpus.report.train_tokens / corpus.report.train_bytes
+    mesh = None if model.parallel is None else model.parallel.mesh
+
+    def init() -> TrainState:
+        init_key, run_key = jax.random.split(jax.random.key(settings.seed))
+        # The values do not depend on the tokens; the mesh has no part in them either.
+        variables = LanguageModel(model.config).init(init_key, jnp.zeros((1, 8), dtype=jnp.int32))
+        params, model_state = split_variables(variables)
+        return init_state(run_key, params, optimizer, model_state)
+
+    shardings = None if mesh is None else state_shardings(jax.eval_shape(init), mesh)
     train_step = make_train_step(
         make_loss_function(model, settings.loss, tokens_per_byte=tokens_per_byte),
         optimizer,
         batch_weight=batch_weight,
         accumulate=data.accumulate,
         update_model_state=make_model_state_update(model.config, settings.loss),
+        shardings=None if mesh is None else (shardings, replicated(mesh)),
     )
-    batches = make_batches(
+    batches: Batches = make_batches(
         corpus.train,
         batch_size=data.batch_size,
         sequence_length=data.sequence_length,
         seed=settings.seed,
         pad_id=tokenizer.pad_id,
+        rows=None if mesh is None else process_rows(data.batch_size, mesh),
     )
+    if mesh is not None:
+        batches = GlobalBatches(batches, data.batch_size, mesh)
     sample = sample_documents(corpus.held_out, data.eval_tokens, seed=0)
-
-    def init() -> TrainState:
-        init_key, run_key = jax.random.split(jax.random.key(settings.seed))
-        variables = model.init(init_key, jnp.zeros((1, 8), dtype=jnp.int32))
-        params, model_state = split_variables(variables)
-        return init_state(run_key, params, optimizer, model_state)
 
     def score(state: TrainState) -> dict[str, float]:
         return {"bits_per_byte": evaluate(variables_of(state), sample).bits_per_byte}
@@ -172,7 +197,7 @@ def _train(
     num_tokens = data.batch_size * data.sequence_length
     flops = num_tokens * training_flops_per_token(model.config, data.sequence_length)
     with Checkpoints(folder / "checkpoints", keep=settings.train.keep) as checkpoints:
-        state = restore_or_init(checkpoints, init, batches)
+        state = restore_or_init(checkpoints, init, batches, shardings)
         first_step = int(state.step)
         begin(first_step)
         with (

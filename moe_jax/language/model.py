@@ -9,6 +9,10 @@ from moe_jax.core import FeedForward, Routing, SparseMoE
 from moe_jax.core.gates import STATE
 from moe_jax.language.attention import Attention, RMSNorm
 from moe_jax.language.config import LanguageModelConfig
+from moe_jax.sharding import ExpertParallel, constrain
+
+STREAM = ("batch", None, None)
+"""Logical axes of the residual stream [batch, length, model]."""
 
 
 class Layer(nn.Module):
@@ -17,6 +21,7 @@ class Layer(nn.Module):
     config: LanguageModelConfig
     kind: str
     deterministic: bool
+    parallel: ExpertParallel | None = None
 
     @nn.compact
     def __call__(
@@ -58,6 +63,7 @@ class Layer(nn.Module):
             gated=config.gated,
             dtype=dtype,
             down_scale=down_scale,
+            exchange=self.parallel,
             name="moe",
         )(normed, segment_ids > 0, token_ids=tokens, deterministic=self.deterministic)
         return x + out.astype(x.dtype), routing
@@ -69,6 +75,7 @@ class Period(nn.Module):
     config: LanguageModelConfig
     kinds: tuple[str, ...]
     deterministic: bool
+    parallel: ExpertParallel | None = None
 
     @nn.compact
     def __call__(
@@ -76,11 +83,12 @@ class Period(nn.Module):
     ) -> tuple[Array, tuple[Routing, ...]]:
         """Returns the new residual stream, and the routing of the sparse layers in order."""
         routings = []
+        mesh = None if self.parallel is None else self.parallel.mesh
         for index, kind in enumerate(self.kinds):
             layer = _rematerialised(Layer, self.config.remat)(
-                self.config, kind, self.deterministic, name=f"layer_{index}"
+                self.config, kind, self.deterministic, self.parallel, name=f"layer_{index}"
             )
-            x, routing = layer(x, tokens, segment_ids, positions)
+            x, routing = layer(constrain(x, STREAM, mesh), tokens, segment_ids, positions)
             if routing is not None:
                 routings.append(routing)
         return x, tuple(routings)
@@ -92,9 +100,15 @@ class LanguageModel(nn.Module):
     Parameters: `embedding` [vocab, model], `blocks_i` the layers of one run of equal periods with a
     leading axis over its repetitions, `final_norm`, and `head` [model, vocab] unless tied. Routers
     with state keep it in collection `router_state`, laid out likewise.
+
+    Attributes:
+        config: shape.
+        parallel: mesh over which batch, experts and parameters are split, under `jax.jit`; None for
+            one device.
     """
 
     config: LanguageModelConfig
+    parallel: ExpertParallel | None = None
 
     @nn.compact
     def __call__(
@@ -141,10 +155,11 @@ class LanguageModel(nn.Module):
         routings = []
         for run, (kinds, repeats) in enumerate(layer_runs(config.layer_kinds)):
             x, stacked = _repeated(repeats, config.scan_layers)(
-                config, kinds, deterministic, name=f"blocks_{run}"
+                config, kinds, deterministic, self.parallel, name=f"blocks_{run}"
             )(x, tokens, segment_ids, positions)
             if stacked:
                 routings.append(_in_layer_order(stacked))
+        x = constrain(x, STREAM, None if self.parallel is None else self.parallel.mesh)
         x = RMSNorm(dtype=dtype, name="final_norm")(x)
         if config.tie_embeddings:
             head = embedding.T

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from moe_jax.language.config import LanguageModelConfig
 from moe_jax.language.fit import LossConfig
 from moe_jax.language.tokenizer import Tokenizer, load_tokenizer
+from moe_jax.sharding import MeshConfig
 from moe_jax.training.checkpoints import Checkpoints
 from moe_jax.training.configs import check_known, from_mapping
 from moe_jax.training.loop import LoopConfig
@@ -79,6 +80,7 @@ class Settings(NamedTuple):
     loss: LossConfig
     train: LoopConfig
     sample: SampleConfig
+    mesh: MeshConfig
     model: Mapping[str, Any]
 
 
@@ -88,6 +90,7 @@ SECTIONS = {
     "loss": LossConfig,
     "train": LoopConfig,
     "sample": SampleConfig,
+    "mesh": MeshConfig,
 }
 
 

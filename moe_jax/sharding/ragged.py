@@ -56,7 +56,7 @@ def ragged_all_to_all(
             d S ... d S + S - 1 go to device d of the axis.
         send_sizes: rows of each slice.
         output_offsets: where each slice starts in its receiver's output.
-        recv_sizes: rows of each slice that is received; those from device d are d S ... d S + S - 1.
+        recv_sizes: rows of each slice received; those from device d are d S ... d S + S - 1.
         axis_name: mesh axis, inside `shard_map`.
         implementation: one of `IMPLEMENTATIONS`; None takes `emulated` on CPU.
     """

@@ -67,16 +67,27 @@ class LoopConfig:
 
 
 def restore_or_init(
-    checkpoints: Checkpoints, init: Callable[[], TrainState], batches: Batches
+    checkpoints: Checkpoints,
+    init: Callable[[], TrainState],
+    batches: Batches,
+    shardings: PyTree | None = None,
 ) -> TrainState:
     """The newest good checkpoint's state, with `batches` moved to its position, or a fresh state.
+
+    Either way it is made on `shardings`, one for each leaf, whatever those it was saved from; on
+    the default device if None.
 
     Raises:
         CheckpointMismatchError, CheckpointCorruptError: see `Checkpoints.restore`.
     """
-    restored = checkpoints.restore(jax.eval_shape(init))
+    wanted = jax.eval_shape(init)
+    if shardings is not None:
+        wanted = jax.tree.map(
+            lambda leaf, sharding: leaf.update(sharding=sharding), wanted, shardings
+        )
+    restored = checkpoints.restore(wanted)
     if restored is None:
-        return jax.jit(init)()
+        return jax.jit(init, out_shardings=shardings)()
     batches.set_state(restored.data_state)
     logging.info("resuming from %s", checkpoints.path(restored.step))
     return restored.state

@@ -23,6 +23,7 @@ def make_train_step(
     batch_weight: Callable[[PyTree], Array],
     accumulate: int = 1,
     update_model_state: Callable[[PyTree, PyTree], PyTree] | None = None,
+    shardings: tuple[PyTree, jax.sharding.Sharding] | None = None,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Array]]]:
     """Builds the jitted step (state, batch) -> (state, metrics), which donates the state.
 
@@ -40,6 +41,9 @@ def make_train_step(
     schedule and bias correction go by, is of applied steps: with s steps skipped the schedule ends
     s steps before its end. The metrics gain `loss`, `gradient_norm`, `update_applied` and both
     counters.
+
+    `shardings` are those of the new state's leaves, in which it comes in too, and of every metric;
+    None leaves them to the compiler.
 
     Raises:
         ValueError: at trace time, if the batch does not divide into `accumulate` parts.
@@ -104,7 +108,7 @@ def make_train_step(
         }
         return new_state, metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
 def _split(leaf: Array, parts: int) -> Array:

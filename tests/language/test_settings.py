@@ -32,7 +32,7 @@ def test_default_configuration_is_accepted_and_names_every_field():
     settings = read_settings(make_config())
     config = model_config(settings.model, ByteTokenizer())
     assert config.vocab_size == 259
-    for name in ("data", "optimizer", "loss", "train", "sample"):
+    for name in ("data", "optimizer", "loss", "train", "sample", "mesh"):
         assert set(make_config()[name]) == set(vars(getattr(settings, name)))
     assert set(make_config()["model"]) | {"vocab_size", "head_dim"} == set(vars(config))
 
@@ -52,6 +52,7 @@ def test_default_configuration_is_accepted_and_names_every_field():
         ({"sample__temperature": -1.0}, "temperature=-1.0 must not be negative"),
         ({"sample__num_tokens": -1}, "num_tokens=-1 must not be negative"),
         ({"train__num_steps": 0}, "num_steps=0 must be an integer of at least 1"),
+        ({"mesh__expert": 0}, "config.mesh: expert=0 must be an integer of at least 1, or -1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -15,7 +15,14 @@ from moe_jax.language import LanguageModel, LanguageModelConfig
 from moe_jax.language.fit import LossConfig, make_loss_function, make_model_state_update
 from moe_jax.sharding import ExpertParallel, MeshConfig, make_mesh, state_shardings
 from moe_jax.sharding.global_batches import GlobalBatches
-from moe_jax.training import split_variables
+from moe_jax.training import (
+    Checkpoints,
+    OptimizerConfig,
+    init_state,
+    make_optimizer,
+    restore_or_init,
+    split_variables,
+)
 
 MESHES = {  # sizes of data, fsdp, expert, tensor: how tokens are exchanged, and the capacity factor
     (1, 1, 1, 1): ("auto", None),
@@ -145,10 +152,48 @@ def check_layer():
     print("layer")
 
 
+def check_elastic(folder):
+    """A state saved on one mesh comes back on others and on one device, equal leaf by leaf."""
+    config = LanguageModelConfig(**CONFIG)
+    optimizer = make_optimizer(OptimizerConfig(), 9)
+
+    def init():
+        variables = LanguageModel(config).init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+        params, model_state = split_variables(variables)
+        return init_state(jax.random.key(1), params, optimizer, model_state)
+
+    def raw(leaf):
+        return (
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        )
+
+    shapes = jax.eval_shape(init)
+    rng = np.random.default_rng(0)
+
+    def fill(leaf):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.key(7)
+        return jnp.asarray(rng.normal(size=leaf.shape) * 9, leaf.dtype)
+
+    numbers = jax.tree.map(fill, shapes)
+    saved = jax.device_put(numbers, state_shardings(shapes, mesh_of((2, 2, 2, 1))))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(3, saved, {})
+    for sizes in ((8, 1, 1, 1), (1, 1, 4, 2), None):
+        shardings = None if sizes is None else state_shardings(shapes, mesh_of(sizes))
+        restored = restore_or_init(Checkpoints(folder), init, OneBatch(), shardings)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(raw(a), raw(b)), restored, numbers)
+        experts = restored.opt_state[1][0].mu["blocks_0"]["layer_0"]["moe"]["experts"]["up"]
+        pieces = {(8, 1, 1, 1): 1, (1, 1, 4, 2): 8, None: 1}[sizes]
+        assert experts.addressable_shards[0].data.size * pieces == experts.size
+    print("elastic", flush=True)
+
+
 if __name__ == "__main__":
     assert jax.device_count() == 8
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    check_elastic(sys.argv[1])
     check_layer()
     # Compiles in a fraction of the time that the loop, which the layer has run, takes on CPU.
     sys.modules[grouped_matmul.__module__].default_implementation = lambda: "dense"

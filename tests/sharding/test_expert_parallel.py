@@ -29,7 +29,7 @@ MESHES = """
 """
 
 
-def test_every_mesh_gives_the_numbers_of_one_device():
+def test_every_mesh_gives_the_numbers_of_one_device_and_reads_the_checkpoints_of_others(tmp_path):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         # Compilation is nearly all of the time.
@@ -37,13 +37,14 @@ def test_every_mesh_gives_the_numbers_of_one_device():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, str(Path(__file__).with_name("on_eight_devices.py"))]
+    script = Path(__file__).with_name("on_eight_devices.py")
+    command = [sys.executable, str(script), str(tmp_path / "checkpoints")]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
     )
     assert result.returncode == 0, result.stderr[-3000:]
     meshes = [f"mesh {line}" for line in MESHES.split("\n") if line]
-    assert result.stdout.splitlines() == ["layer", *meshes]
+    assert result.stdout.splitlines() == ["elastic", "layer", *meshes]
 
 
 class Split:

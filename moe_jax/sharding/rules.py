@@ -9,8 +9,10 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
+
+AnyMesh = Mesh | AbstractMesh
 
 MESH_AXES: dict[str | None, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -49,7 +51,7 @@ optimiser's moments have the same paths; what is not named here is small and sta
 
 
 def partition_spec(
-    shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh: Mesh
+    shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh: AnyMesh
 ) -> PartitionSpec:
     """The mesh axes of each dimension of an array; see the module."""
     spent: set[str] = set()
@@ -67,13 +69,13 @@ def partition_spec(
 
 
 def array_sharding(
-    shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh: Mesh
+    shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh: AnyMesh
 ) -> NamedSharding:
     """`partition_spec` on its mesh."""
     return NamedSharding(mesh, partition_spec(shape, logical_axes, mesh))
 
 
-def state_shardings(state: PyTree, mesh: Mesh) -> PyTree:
+def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     """A sharding for every leaf of parameters, optimiser state or a whole training state.
 
     Args:
@@ -96,13 +98,13 @@ def logical_axes_of(path: tuple[Any, ...], ndim: int) -> tuple[str | None, ...]:
     return (None,) * (ndim - len(axes)) + axes
 
 
-def constrain(x: Array, logical_axes: tuple[str | None, ...], mesh: Mesh | None) -> Array:
+def constrain(x: Array, logical_axes: tuple[str | None, ...], mesh: AnyMesh | None) -> Array:
     """Asks the compiler to lay `x` out so; without a mesh, `x` itself."""
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, array_sharding(x.shape, logical_axes, mesh))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())

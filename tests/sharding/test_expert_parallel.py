@@ -44,7 +44,7 @@ def test_every_mesh_gives_the_numbers_of_one_device_and_reads_the_checkpoints_of
     )
     assert result.returncode == 0, result.stderr[-3000:]
     meshes = [f"mesh {line}" for line in MESHES.split("\n") if line]
-    assert result.stdout.splitlines() == ["elastic", "layer", *meshes]
+    assert result.stdout.splitlines() == ["elastic", "odd tokens", *meshes, "model"]
 
 
 class Split:

@@ -44,7 +44,7 @@ for workdir, num_steps, sizes in (
     config = stdlib_moe.get_config()
     config.update_from_flattened_dict(overrides | {"data.source": corpus})
     config.train.num_steps = num_steps
-    config.mesh.update(zip(("data", "fsdp", "expert", "tensor"), sizes))
+    config.mesh.update(dict(zip(("data", "fsdp", "expert", "tensor"), sizes)))
     # The schedule must not depend on where the first run stops.
     config.optimizer.update({"schedule": "stable", "decay_fraction": 0.0, "final_fraction": 1.0})
     print(train_language_model(config.to_dict(), workdir))

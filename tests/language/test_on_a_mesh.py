@@ -30,11 +30,13 @@ OVERRIDES = {
 # Runs in turn in one process: workdir, number of steps, sizes of the mesh.
 RUNS = """
 import sys
-from ml_collections import ConfigDict
+from absl import logging
 from moe_jax.language.main import train_language_model
 sys.path.insert(0, "configs/language")
 import stdlib_moe
 
+logging.use_absl_handler()
+logging.set_verbosity(logging.INFO)
 corpus, one, other, overrides = sys.argv[1], sys.argv[2], sys.argv[3], eval(sys.argv[4])
 for workdir, num_steps, sizes in (
     (one, 4, (1, 1, 1, 1)),

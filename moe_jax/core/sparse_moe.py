@@ -126,6 +126,8 @@ class SparseMoE(nn.Module):
             for values in (mask, token_ids, expert_mask)
         )
         self._check(x)
+        if self.exchange is not None:
+            self._check_exchange(capture)
         shape = x.shape[:-1]
         tokens = x.reshape(-1, x.shape[-1])
         # Checked before it is flattened: a transposed mask would fit and cover other tokens.
@@ -171,7 +173,6 @@ class SparseMoE(nn.Module):
                     experts, tokens, routing, capacity, deterministic, capture
                 )
             else:
-                self._check_exchange(capture)
                 weights = experts.weights(tokens.shape[-1])
                 out = self.exchange(experts, weights, tokens, routing, capacity)
         out = out.astype(x.dtype)

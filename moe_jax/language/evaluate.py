@@ -43,7 +43,7 @@ def make_evaluation(
         return jnp.sum(losses, axis=1)
 
     whole = None if model.parallel is None else replicated(model.parallel.mesh)
-    nats = jax.jit(nats, out_shardings=whole)
+    compiled = jax.jit(nats, out_shardings=whole)
 
     def evaluate(variables: PyTree, documents: TokenizedDocuments) -> Evaluation:
         bits = np.zeros(len(documents))
@@ -57,7 +57,7 @@ def make_evaluation(
         for batch in windows:
             document = batch.pop("document_index")
             is_real = document >= 0
-            row_bits = np.asarray(nats(variables, batch), np.float64) / math.log(2.0)
+            row_bits = np.asarray(compiled(variables, batch), np.float64) / math.log(2.0)
             np.add.at(bits, document[is_real], row_bits[is_real])
         return Evaluation(bits, float(bits.sum() / documents.num_bytes.sum()))
 

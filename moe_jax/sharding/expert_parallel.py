@@ -92,6 +92,7 @@ class ExpertParallel:
         num_tokens = tokens.shape[0]
         pieces = self.mesh.shape[RING] * self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         padding = -num_tokens % pieces
+        arrays: tuple[Array, ...]
         arrays = (tokens, routing.expert_index, routing.combine_weight, routing.keep)
         if padding:
             arrays = tuple(jnp.pad(array, ((0, padding), (0, 0))) for array in arrays)
@@ -212,7 +213,9 @@ def _ragged(
     most: int,
     implementation: str | None,
 ) -> Array:
-    move = partial(ragged_all_to_all, axis_name=RING, implementation=implementation)
+    def move(*arrays: Array) -> Array:
+        return ragged_all_to_all(*arrays, axis_name=RING, implementation=implementation)
+
     there = (slices.sent(slices.starts), slices.sent(slices.sizes), slices.sent(slices.arrivals))
     back = tuple(
         slices.received(values).reshape(-1)

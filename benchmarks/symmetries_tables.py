@@ -61,6 +61,20 @@ def verdicts(system: str, summary: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+def recovery_verdicts(figures: dict[str, Any]) -> list[str]:
+    """Medians over seeds of the recovered frequencies and angles, and whether they suffice."""
+    runs = [record for key, record in figures.items() if key.startswith("recovery/")]
+    lines = []
+    for name in runs[0] if runs else ():
+        error = float(np.median([run[name]["relative_error"] for run in runs]))
+        angle = float(np.median([run[name]["canonical_angle"] for run in runs]))
+        text = f"recovery, {name}, {len(runs)} seeds: frequency {error:.2%} <= 2%"
+        lines.append(_verdict(text, error <= 0.02))
+        text = f"recovery, {name}, {len(runs)} seeds: canonical angle {angle:.3f} <= 1 degree"
+        lines.append(_verdict(text, angle <= 1.0))
+    return lines
+
+
 def print_tables(figures: dict[str, Any]) -> None:
     """Prints what there is as Markdown tables, and the verdicts."""
     cases = dict.fromkeys(tuple(key.split("/")[:2]) for key in figures if key.count("/") == 3)
@@ -77,6 +91,7 @@ def print_tables(figures: dict[str, Any]) -> None:
             )
         if rows == "64":
             print("\n".join(["", *verdicts(system, summary)]))
+    print("\n".join(["", *recovery_verdicts(figures)]))
     for key, record in figures.items():
         if key.count("/") != 3:
             print(f"\n{key}: {json.dumps(record, indent=1)}")

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.symmetries.config import LatentMoSConfig
 from moe_jax.symmetries.context import last_index, next_index
-from moe_jax.symmetries.generators import Rates, flow, mean_flow
+from moe_jax.symmetries.generators import PlaneRates, Rates, flow, mean_flow
 from moe_jax.symmetries.mixing import mix_rates, mixture_flow, read_out
 
 MAX_SPAN = 1e6
@@ -116,7 +116,7 @@ def evaluate(
     """
     z = _gather(level.z, neighbours.place)
     skew = config.generator == "so"
-    if config.mixing == "algebra":
+    if config.mixing == "algebra" and (isinstance(rates, PlaneRates) or config.experts > 1):
         # Mixed once an anchor rather than once a query.
         mixed = jax.tree.map(
             lambda leaf: _gather(leaf, neighbours.place), mix_rates(rates, level.gate)

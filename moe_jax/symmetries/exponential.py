@@ -42,6 +42,48 @@ def expm(
     return _expm_by_squaring(scaled)
 
 
+def expm_action(
+    generator: Float[Array, "d d"], time: Float[Array, "*batch"], z: Float[Array, "*batch d"]
+) -> Float[Array, "*batch d"]:
+    """exp(t A) z of one matrix at many times, no exponential of which is formed.
+
+    With h = 1 / (2 ||A||) and |t| = n h + r, the powers exp(+-h A)^(2^j) are squared once for all,
+    those of n's binary digits applied to z, and exp(r A) z comes from its Taylor polynomial: as
+    many products of a matrix with a vector as `expm` takes products of matrices, and as bounded.
+
+    Args:
+        generator: A, finite.
+        time: t, of either sign.
+        z: latents.
+    """
+    matrix = jnp.clip(generator, -_MAX_ENTRY, _MAX_ENTRY)
+    norm = jnp.maximum(jax.lax.stop_gradient(jnp.linalg.norm(matrix)), 1e-30)
+    limit = MAX_NORM / norm
+    time = jnp.clip(time, -limit, limit)
+    step = 0.5 / norm
+    count = jnp.floor(jax.lax.stop_gradient(jnp.abs(time)) / step)
+    is_forward = (time >= 0)[..., None]
+    rest = (jnp.abs(time) - count * step)[..., None]
+    direction = jnp.where(is_forward, 1.0, -1.0).astype(z.dtype)
+    moved = z
+    for term in range(_TERMS, 0, -1):
+        moved = z + rest / term * direction * (moved @ matrix.T)
+
+    identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
+    forward = backward = identity
+    for term in range(_TERMS, 0, -1):
+        forward = identity + step / term * matrix @ forward
+        backward = identity - step / term * matrix @ backward
+    digits = count.astype(jnp.int32)[..., None]
+    for place in range(_SQUARINGS + 1):
+        is_set = (digits >> place) & 1 == 1
+        turned = jnp.where(is_forward, moved @ forward.T, moved @ backward.T)
+        moved = jnp.where(is_set, jnp.clip(turned, -_MAX_ENTRY, _MAX_ENTRY), moved)
+        forward = jnp.clip(forward @ forward, -1e9, 1e9)
+        backward = jnp.clip(backward @ backward, -1e9, 1e9)
+    return moved
+
+
 def phi_1(x: Float[Array, "*batch planes 2"]) -> Float[Array, "*batch planes 2"]:
     """(exp(x) - 1) / x of complex numbers given as (real, imaginary), 1 + x/2 + x^2/6 near 0."""
     re, im = x[..., 0], x[..., 1]

@@ -19,7 +19,13 @@ from jaxtyping import Array, Float
 
 from moe_jax.symmetries.bases import basis_matrices
 from moe_jax.symmetries.config import LatentMoSConfig
-from moe_jax.symmetries.exponential import MAX_EXPONENT, MIN_EXPONENT, expm, phi_1
+from moe_jax.symmetries.exponential import (
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    expm,
+    expm_action,
+    phi_1,
+)
 from moe_jax.symmetries.nets import Params, float_type
 
 
@@ -169,6 +175,29 @@ def flow(
         planes = planes + span[..., None] * moved
     others = z[..., 2 * num :] + rates.velocity * span
     return jnp.concatenate([planes.reshape(*z.shape[:-1], 2 * num), others], axis=-1)
+
+
+def flow_of_one(
+    rates: Rates,
+    z: Float[Array, "*batch d"],
+    time: Float[Array, "*batch"],
+    *,
+    skew: bool = False,
+) -> Float[Array, "*batch d"]:
+    """exp(t A) z of one generator for all z, whose exponentials are shared between times.
+
+    Args:
+        rates: without leading axes.
+        z, time, skew: see `flow`.
+    """
+    has_closed_form = z.shape[-1] < 3 or (skew and z.shape[-1] == 3)
+    if isinstance(rates, PlaneRates) or has_closed_form:
+        lead = (1,) * time.ndim
+        rates = jax.tree.map(lambda leaf: leaf.reshape(lead + leaf.shape), rates)
+        if not isinstance(rates, PlaneRates):
+            rates = jnp.broadcast_to(rates, (*time.shape, *rates.shape[-2:]))
+        return flow(rates, z, time, skew=skew)
+    return expm_action(rates, time, z)
 
 
 def mean_flow(

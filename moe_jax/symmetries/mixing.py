@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.symmetries.generators import PlaneRates, Rates, flow
+from moe_jax.symmetries.generators import PlaneRates, Rates, flow, flow_of_one
 
 Gate = Float[Array, "*batch experts"]
 
@@ -38,17 +38,16 @@ def mixture_flow(
         mixing: `algebra`, `output` or `product`.
         skew: whether the generators are skew-symmetric.
     """
-    if mixing == "algebra":
-        return flow(mix_rates(rates, gate), z, time, skew=skew)
     experts = gate.shape[-1]
-    rates = jax.tree.map(lambda leaf: _lead(leaf, z.ndim - 1), rates)
-    spans = jnp.broadcast_to(time[..., None], gate.shape)
+    if mixing == "algebra":
+        if experts == 1:
+            return flow_of_one(jax.tree.map(lambda leaf: leaf[0], rates), z, time, skew=skew)
+        return flow(mix_rates(rates, gate), z, time, skew=skew)
     if mixing == "product":
         slices = z.reshape(*z.shape[:-1], experts, -1)
-        return flow(_spread(rates, gate), slices, spans, skew=skew).reshape(z.shape)
+        return _each(rates, slices, time, skew=skew).reshape(z.shape)
     copies = jnp.broadcast_to(z[..., None, :], (*gate.shape, z.shape[-1]))
-    moved = flow(_spread(rates, gate), copies, spans, skew=skew)
-    return jnp.einsum("...k,...kd->...d", gate, moved)
+    return jnp.einsum("...k,...kd->...d", gate, _each(rates, copies, time, skew=skew))
 
 
 def mix_rates(rates: Rates, gate: Gate) -> Rates:
@@ -64,12 +63,12 @@ def read_out(z: Float[Array, "*batch d"], gate: Gate, *, mixing: str) -> Float[A
     return (slices * gate[..., None]).reshape(z.shape)
 
 
-def _lead(leaf: Array, axes: int) -> Array:
-    return leaf.reshape((1,) * axes + leaf.shape)
-
-
-def _spread(rates: Rates, gate: Gate) -> Rates:
-    """Repeats experts' matrices at every gate; plane rates broadcast by themselves."""
-    if isinstance(rates, PlaneRates):
-        return rates
-    return jnp.broadcast_to(rates, (*gate.shape, *rates.shape[-2:]))
+def _each(
+    rates: Rates, z: Float[Array, "*batch experts d"], time: Float[Array, "*batch"], *, skew: bool
+) -> Float[Array, "*batch experts d"]:
+    """Moves every expert's latent by that expert."""
+    if not isinstance(rates, PlaneRates):
+        own = [flow_of_one(rates[k], z[..., k, :], time, skew=skew) for k in range(rates.shape[0])]
+        return jnp.stack(own, axis=-2)
+    rates = jax.tree.map(lambda leaf: leaf.reshape((1,) * (z.ndim - 2) + leaf.shape), rates)
+    return flow(rates, z, jnp.broadcast_to(time[..., None], z.shape[:-1]))

@@ -1,6 +1,13 @@
 import pytest
 
-from benchmarks.symmetries_tables import BARS, CHOSEN, print_tables, summarize, verdicts
+from benchmarks.symmetries_tables import (
+    BARS,
+    CHOSEN,
+    print_tables,
+    recovery_verdicts,
+    summarize,
+    verdicts,
+)
 
 
 def record(interpolation, extrapolation, **rest):
@@ -35,6 +42,18 @@ def test_verdicts_name_what_is_missed():
     assert [line.split(":")[0] for line in lines] == ["met", "met", "met", "MISSED"]
     assert "0.67 <= 0.6" in lines[-1]
     assert BARS["pendulum"] == (0.004, 0.05)
+
+
+def test_a_frequency_is_judged_by_its_median_over_seeds():
+    errors = (0.01, 0.03, 0.015)
+    runs = {
+        f"recovery/{seed}": {"linear": {"relative_error": error, "canonical_angle": 2.0}}
+        for seed, error in enumerate(errors)
+    }
+    lines = recovery_verdicts(runs)
+    assert [line.split(":")[0] for line in lines] == ["met", "MISSED"]
+    assert "3 seeds: frequency 1.50% <= 2%" in lines[0]
+    assert recovery_verdicts({}) == []
 
 
 def test_tables_show_every_case(capsys):

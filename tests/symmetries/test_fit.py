@@ -26,6 +26,7 @@ from moe_jax.symmetries.fit import (
     _warn_of_offsets,
     fit,
     make_loss_function,
+    make_optimizer,
     prepare,
 )
 from moe_jax.symmetries.losses import LossConfig, overlap
@@ -124,6 +125,7 @@ def test_steps_with_a_wild_rate_leave_finite_parameters():  # torchdiffeq#27, #5
 
 
 def test_few_short_rows_with_gaps_train_and_the_best_start_is_kept():  # pysindy#200, #187
+    # Gaps are irregular: DataDrivenDiffEq.jl#15.
     rng = np.random.default_rng(0)
     times = [np.sort(rng.uniform(0, 6, n)) for n in (5, 7, 10, 6)]
     values = [np.stack([np.cos(t), np.sin(t), 0 * t + 4.0], -1) for t in times]
@@ -153,6 +155,21 @@ def test_few_short_rows_with_gaps_train_and_the_best_start_is_kept():  # pysindy
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         fitted(**options)
+
+
+def test_rates_move_per_gap_and_kernels_per_step():
+    """A unit of time is ten gaps; Adam's first step is the learning rate, whatever the gradient."""
+    params = {
+        "level_0": {"generators": {"omega": np.float32([5.0])}},
+        "encoder": {"kernel": np.float32([0.5])},
+    }
+    optimizer = dataclasses.replace(OPTIMIZER, learning_rate=1e-2, weight_decay=0.0)
+    transformation = make_optimizer(optimizer, 10)
+    gradient = jax.tree.map(lambda leaf: np.full_like(leaf, 0.1), params)
+    with jax.numpy_dtype_promotion("standard"):
+        step, _ = transformation.update(gradient, transformation.init(params), params)
+    assert float(step["encoder"]["kernel"][0]) == pytest.approx(-1e-2, rel=1e-4)
+    assert float(step["level_0"]["generators"]["omega"][0]) == pytest.approx(-1e-1, rel=1e-4)
 
 
 def test_examples_of_different_numbers_of_rows_are_refused():

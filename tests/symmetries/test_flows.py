@@ -11,7 +11,7 @@ import scipy.linalg
 
 from moe_jax.symmetries.bases import basis_matrices, quadratic_invariants
 from moe_jax.symmetries.config import LatentMoSConfig
-from moe_jax.symmetries.exponential import expm, phi_1
+from moe_jax.symmetries.exponential import expm, expm_action, phi_1
 from moe_jax.symmetries.gates import gate, init_gate
 from moe_jax.symmetries.generators import (
     PlaneRates,
@@ -28,6 +28,7 @@ FAMILIES = ("rst", "gl", "so", "stable", "basis")
 COMPILER = {"compiler_options": {"xla_backend_optimization_level": 0}}
 mixture = jax.jit(mixture_flow, static_argnames=("mixing", "skew"), **COMPILER)
 one_flow = jax.jit(flow, static_argnames="skew", **COMPILER)
+shared_exponential = jax.jit(expm_action, **COMPILER)
 matrix_exponential = jax.jit(expm, static_argnames="skew", **COMPILER)
 
 
@@ -230,8 +231,48 @@ def test_exponentials_agree_with_scipy(size, skew):
     np.testing.assert_allclose(actual / scale, expected / scale, atol=3e-6)
 
 
+def test_one_matrix_at_many_times_agrees_with_scipy():
+    rng = np.random.default_rng(5)
+    matrix = rng.normal(size=(4, 4))
+    time = np.array([0.0, 1e-6, -0.4, 3.0, -7.0])
+    with jax.enable_x64(True):
+        z = rng.normal(size=(5, 4))
+        moved = shared_exponential(jnp.asarray(matrix), jnp.asarray(time), jnp.asarray(z))
+    expected = [scipy.linalg.expm(t * matrix) @ each for t, each in zip(time, z, strict=True)]
+    np.testing.assert_array_equal(moved[0], z[0])
+    for actual, wanted in zip(moved, expected, strict=True):
+        # Taylor's ninth term leaves 0.5^10 / 10! of a step's norm, at most 30 steps here.
+        assert np.abs(actual - wanted).max() <= 1e-7 * np.abs(wanted).max()
+
+
+def test_one_matrix_at_many_times_has_the_gradient_of_each_and_stays_finite():
+    rng = np.random.default_rng(6)
+    matrix, z = rng.normal(size=(4, 4)).astype(np.float32), random_latents(3, 4)
+    time = jnp.array([0.0, 0.7, -1.2])
+
+    def shared(matrix, time, z):
+        return jnp.sum(jnp.tanh(expm_action(matrix, time, z)))
+
+    def each(matrix, time, z):
+        powers = expm(jnp.broadcast_to(matrix, (3, 4, 4)), time)
+        return jnp.sum(jnp.tanh(jnp.einsum("nij,nj->ni", powers, z)))
+
+    gradients = [
+        jax.jit(jax.grad(form, (0, 1, 2)), **COMPILER)(matrix, time, z) for form in (shared, each)
+    ]
+    for actual, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
+    for huge in (-1e6, 1e9, -1e19):
+        moved = shared_exponential(huge * jnp.eye(4), time, z)
+        assert np.isfinite(moved).all()
+        if huge < 0:
+            np.testing.assert_allclose(moved[1], 0.0, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_exponentials_have_finite_gradients_at_zero_and_at_huge_matrices(size):
+def test_exponentials_have_finite_gradients_at_zero_and_at_huge_matrices(
+    size,
+):  # jax#13985, jax#26802
     spd = np.eye(size, dtype=np.float32) + 0.1
     skew = np.triu(np.ones((size, size), np.float32), 1)
     huge = jnp.stack([0.0 * spd, -1e6 * spd, 1e6 * (skew - skew.T), 1e9 * spd, -1e19 * spd])
@@ -305,15 +346,17 @@ def test_mean_of_the_flow_is_its_integral():
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-def test_growth_is_clipped_rather_than_infinite():
+@pytest.mark.parametrize("rate", [1e6, -1e6])
+def test_stiff_rates_are_clipped_rather_than_infinite(rate):  # diffrax#268, diffrax#319
     rates = PlaneRates(
-        sigma=jnp.array([[1e6]]),
+        sigma=jnp.array([[rate]]),
         omega=jnp.array([[1.0]]),
         velocity=jnp.zeros((1, 0)),
         drift=None,
     )
-    grown = one_flow(rates, jnp.ones((1, 2)), jnp.ones(1))
-    assert np.isfinite(grown).all() and np.abs(grown).max() <= 2 * np.exp(8.0)
+    moved = one_flow(rates, jnp.ones((1, 2)), jnp.ones(1))
+    bound = 2 * np.exp(8.0 if rate > 0 else -30.0)
+    assert np.isfinite(moved).all() and np.abs(moved).max() <= bound
 
 
 def test_so_keeps_norms_and_stable_shrinks_them():

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.symmetries import neural
 from moe_jax.symmetries.main import fit_system
+from moe_jax.symmetries.nets import mlp
 from moe_jax.symmetries.settings import SYSTEMS, configuration, model_config, read_settings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -31,6 +34,23 @@ def load(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.get_config().to_dict()
+
+
+def euler(field, z, span, steps):
+    """In place of diffrax, whose programs take most of a minute to compile."""
+    h = span[..., None] / steps
+    states = [z]
+    for _ in range(steps):
+        states.append(states[-1] + h * mlp(field, states[-1]))
+    return jnp.stack(states, axis=-2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_solver():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neural, "_solve", euler)
+        patch.setattr(neural, "LONG_STEPS", 4)
+        yield
 
 
 @pytest.fixture(scope="module")

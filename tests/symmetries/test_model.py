@@ -132,6 +132,7 @@ def test_gradients_are_finite_with_nan_in_padding_and_in_gaps():
 
 
 def test_splitting_a_batch_and_vmap_do_not_matter():  # P9
+    # Rows have grids of their own: diffrax#500, torchdiffeq#122, torchsde#129.
     batch, query = data()
     expected = answer(SMALL, batch, query).mean
     model, variables = LatentMoS(SMALL), variables_of(SMALL)

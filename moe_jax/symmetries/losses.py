@@ -34,7 +34,8 @@ class LossConfig:
     Attributes:
         consistency, growth, overlap, balance, divergence: weights. The first was chosen on data of
             seed 0: a weight of 1 fell into a poor minimum on the 9-bus grid, one of 0.1 on
-            Lotka-Volterra (with an earlier initialisation), and 0.3 on neither.
+            Lotka-Volterra (with an earlier initialisation and smaller steps of the rates), and
+            0.3 on neither.
         divergence_steps: steps over which the divergence's weight rises to its value.
 
     Raises:

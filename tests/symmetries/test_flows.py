@@ -238,6 +238,7 @@ def test_one_matrix_at_many_times_agrees_with_scipy():
     with jax.enable_x64(True):
         z = rng.normal(size=(5, 4))
         moved = shared_exponential(jnp.asarray(matrix), jnp.asarray(time), jnp.asarray(z))
+        moved = np.asarray(moved)
     expected = [scipy.linalg.expm(t * matrix) @ each for t, each in zip(time, z, strict=True)]
     np.testing.assert_array_equal(moved[0], z[0])
     for actual, wanted in zip(moved, expected, strict=True):

@@ -10,6 +10,8 @@ With weights pi from the gate and generators A_k:
 - `product`: every expert has a slice of the latent of its own; pi scales slices at the read-out.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -68,7 +70,7 @@ def _each(
 ) -> Float[Array, "*batch experts d"]:
     """Moves every expert's latent by that expert."""
     if not isinstance(rates, PlaneRates):
-        own = [flow_of_one(rates[k], z[..., k, :], time, skew=skew) for k in range(rates.shape[0])]
-        return jnp.stack(own, axis=-2)
+        one = functools.partial(flow_of_one, skew=skew)
+        return jax.vmap(one, in_axes=(0, -2, None), out_axes=-2)(rates, z, time)
     rates = jax.tree.map(lambda leaf: leaf.reshape((1,) * (z.ndim - 2) + leaf.shape), rates)
     return flow(rates, z, jnp.broadcast_to(time[..., None], z.shape[:-1]))

@@ -9,9 +9,10 @@ generator), `chaotic` (chaotic and damped systems, where no gain is expected), `
 `speed` and `memory`.
 
 All seeds are run of `accuracy` and `recovery`, the first one alone of the other parts. Left out
-unless `--full` is given: the other seeds of these; ODE-RNNs; anchored neural ODEs of two
-coordinates; output mixing and single experts of the larger latent; other weights of the latent
-consistency. Each is one of the comparison's peers or ablations, and none of the bars needs it.
+unless `--full` is given: the other seeds of these, their Latent ODEs and linear latents, and two of
+the five sample sizes; ODE-RNNs; anchored neural ODEs of two coordinates; output mixing and single
+experts of the larger latent; other weights of the latent consistency. Each is one of the
+comparison's peers or ablations, and none of the bars needs it.
 
 All learned models see the same observations, have the same number of starts and of steps, keep what
 is best of ten looks at validation trajectories, and have their latent size chosen there. Errors are
@@ -55,6 +56,7 @@ from moe_jax.training import keep_compiled_programs
 FIRST_SEED = 10
 ROWS = 64
 SAMPLE_SIZES = (8, 16, 32, 64, 128)
+FEW_SIZES = (8, 32, 64)
 CONSISTENCIES = (0.1, 1.0)  # beside the default of 0.3
 LINEAR = "linear latent, d = 8"
 ANCHORED = "anchored neural ODE"
@@ -125,8 +127,8 @@ def mos_configs(system: str, obs_dim: int) -> dict[str, tuple[LatentMoSConfig, L
     return found | {LINEAR: (linear_latent(LatentMoSConfig(obs_dim=obs_dim)), LossConfig())}
 
 
-def models_of(system: str, *, full: bool) -> list[str]:
-    """Names of a system's models, the mixtures first."""
+def models_of(system: str, *, full: bool, few: bool) -> list[str]:
+    """Names of a system's models, the mixtures first; `few` leaves two more peers out."""
     names = ["untrained", *mos_configs(system, 1)]
     peers = [f"{name}, d = 8" for name in NEURAL]
     if full:
@@ -134,7 +136,8 @@ def models_of(system: str, *, full: bool) -> list[str]:
     small = mos_configs(system, 1)[names[1]][0].slice_dim
     kept = ["untrained", *(f"{kind}, d = {small}" for kind in ("output", "one expert")), LINEAR]
     names = [n for n in names if n in kept or n.startswith("algebra, d")]
-    return names + [peer for peer in peers if not peer.startswith("ODE-RNN")]
+    left_out = ("ODE-RNN", "Latent ODE", LINEAR) if few else ("ODE-RNN",)
+    return [name for name in names + peers if not name.startswith(left_out)]
 
 
 def jobs(
@@ -145,11 +148,13 @@ def jobs(
     for part in parts:
         if part == "recovery":
             found += [Job("", 0, seed, part, steps, starts) for seed in seeds]
-        sizes = SAMPLE_SIZES if part == "sample_efficiency" else (ROWS,)
+        sizes = (ROWS,)
+        if part == "sample_efficiency":
+            sizes = SAMPLE_SIZES if full else FEW_SIZES
         for system in PARTS.get(part, ()):
             found += [
                 Job(system, rows, seed, model, steps, starts)
-                for model in models_of(system, full=full)
+                for model in models_of(system, full=full, few=part != "accuracy")
                 for rows in sizes
                 for seed in (seeds if full or part == "accuracy" else seeds[:1])
             ]

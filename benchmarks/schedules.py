@@ -231,21 +231,28 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
     return out
 
 
+def draw_schedules(path: Path) -> None:
+    """Two layers of the smallest model under each schedule; four chunks of reduction a layer."""
+    work = dataclasses.replace(model_work("GPT2-Tiny-MoE", 0.5), num_layers=2)
+    coarse = dataclasses.replace(FINE, chunk_bytes=work.reduction_bytes / 4)
+    timelines = {
+        name: simulate_step(work, schedule)
+        for name, schedule in (SCHEDULES | {"FlowMoE": coarse}).items()
+    }
+    plot_schedules(timelines, path)
+
+
 def main(_: Any) -> None:
     """Runs what is asked for, and writes results, figure and tables."""
     if not flags.FLAGS.tables_only:
         results = {"models": run_models(), "grid": run_grid(), "chunks": run_chunks()}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        work = dataclasses.replace(model_work("GPT2-Tiny-MoE", 0.5), num_layers=2)
-        coarse = dataclasses.replace(FINE, chunk_bytes=work.reduction_bytes / 4)
-        timelines = {
-            name: simulate_step(work, schedule)
-            for name, schedule in (SCHEDULES | {"FlowMoE": coarse}).items()
-        }
-        plot_schedules(timelines, RESULTS.with_suffix(".png"))
+    draw_schedules(RESULTS.with_suffix(".png"))
     write_tables(DOC, tables(json.loads(RESULTS.read_text())))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_boolean("tables_only", False, "write the tables of the results that there are")
+    flags.DEFINE_boolean(
+        "tables_only", False, "write tables and picture, with the results that there are"
+    )
     app.run(main)

@@ -64,6 +64,33 @@ def place_experts(
     return to_permutation(min(found, key=lambda groups: _cost(use, groups, limit)))
 
 
+def place_in_tree(
+    use: Bool[np.ndarray, "tokens experts"],
+    branches: tuple[int, ...],
+    *,
+    balance_limit: float = 1.1,
+) -> Int[np.ndarray, " experts"]:
+    """Placement `visits` for devices at the leaves of a tree, from its root to the leaves.
+
+    Experts are first shared out among the branches at the root, then within each branch among its
+    own, so that tokens enter few branches, and few leaves of those.
+
+    Args:
+        use: see `place_experts`.
+        branches: how many there are at each level; (4, 4) for 16 devices in 4 groups.
+        balance_limit: of the branches of each node.
+    """
+    if not branches:
+        return np.arange(use.shape[1])
+    here = place_experts(use, branches[0], balance_limit=balance_limit)
+    groups = here.reshape(branches[0], -1)
+    inner = [
+        group[place_in_tree(use[:, group], branches[1:], balance_limit=balance_limit)]
+        for group in groups
+    ]
+    return np.concatenate(inner)
+
+
 def expert_use(
     expert_index: Int[np.ndarray, "tokens k"],
     num_experts: int,
@@ -100,7 +127,6 @@ def device_visits(
     num_devices: int,
 ) -> float:
     """C_T, mean number of devices that hold an expert of a token."""
-    _check_devices(use.shape[1], num_devices)
     return float(visited_devices(use, permutation, num_devices).sum(axis=1).mean())
 
 
@@ -110,6 +136,7 @@ def visited_devices(
     num_devices: int,
 ) -> Bool[np.ndarray, "tokens devices"]:
     """Which devices hold an expert of each token."""
+    _check_devices(use.shape[1], num_devices)
     by_device = use[:, permutation].reshape(len(use), num_devices, -1)
     return np.any(by_device, axis=2)
 

@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from benchmarks import doc_tables, schedules
+from benchmarks import compiled_overlap, doc_tables, placement, schedules
 
 
-def test_tables_of_the_documentation_are_those_of_the_results():
-    text = schedules.DOC.read_text()
-    results = json.loads(schedules.RESULTS.read_text())
-    assert doc_tables.with_tables(text, schedules.tables(results)) == text
+@pytest.mark.parametrize("benchmark", [compiled_overlap, placement, schedules])
+def test_tables_of_the_documentation_are_those_of_the_results(benchmark):
+    text = benchmark.DOC.read_text()
+    results = json.loads(benchmark.RESULTS.read_text())
+    assert doc_tables.with_tables(text, benchmark.tables(results)) == text
 
 
 def test_a_document_without_the_marks_is_refused():

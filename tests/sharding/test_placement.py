@@ -17,6 +17,7 @@ from moe_jax.sharding.placement import (
     exchange_experts,
     expert_use,
     place_experts,
+    place_in_tree,
     to_permutation,
     uninformed_device_visits,
 )
@@ -105,6 +106,22 @@ def test_visits_beat_uninformed_placement_on_other_tokens_within_the_limit(seed)
         visits.append(device_visits(other, permutation, 4))
     # Topics have loads from 0.4 to 1.6 of the mean, so a loose limit lets them stay together.
     assert visits[1] < visits[0] - 0.05 < uninformed_device_visits(16, 2, 4) - 0.1
+
+
+def test_placement_in_a_tree_keeps_tokens_within_few_branches():
+    """Of topics of 4 experts in two halves, a tree of 2 x 2 keeps both the halves and the pairs."""
+    rng = np.random.default_rng(6)
+    topic_of = rng.permutation(np.arange(16) // 4)
+    topic = rng.integers(4, size=3000)
+    near = topic_of[None, :] // 2 == topic[:, None] // 2
+    same = topic_of[None, :] == topic[:, None]
+    score = 2.0 * near + 2.0 * same + rng.gumbel(size=(3000, 16))
+    use = expert_use(np.argsort(-score, axis=1)[:, :3], 16)
+    permutation = place_in_tree(use, (2, 2), balance_limit=2.0)
+    assert sorted(permutation) == list(range(16))
+    on_device = topic_of[permutation].reshape(2, 2, 4)
+    assert (on_device == on_device[:, :, :1]).all()
+    assert (on_device[:, 0] // 2 == on_device[:, 1] // 2).all()
 
 
 def test_exchanges_reach_the_best_of_all_placements_of_six_experts():

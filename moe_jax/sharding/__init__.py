@@ -1,5 +1,6 @@
 """Meshes and what is split over them, exchange of tokens, where experts stand, schedules."""
 
+from moe_jax.sharding.compiled_report import CHIPS, report_compiled
 from moe_jax.sharding.expert_parallel import ExpertParallel
 from moe_jax.sharding.expert_permutation import permute_experts
 from moe_jax.sharding.global_batches import GlobalBatches, process_rows
@@ -20,6 +21,7 @@ from moe_jax.sharding.simulator import Task, Timeline, simulate
 
 __all__ = [
     "AXES",
+    "CHIPS",
     "SCHEDULES",
     "Cost",
     "ExpertParallel",
@@ -46,6 +48,7 @@ __all__ = [
     "ragged_all_to_all",
     "read_schedule",
     "replicated",
+    "report_compiled",
     "simulate",
     "simulate_step",
     "state_shardings",

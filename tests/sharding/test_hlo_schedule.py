@@ -94,6 +94,9 @@ def test_parts_of_the_batch_give_a_tpu_schedule_something_to_run_beside_all_to_a
     for report in (whole, parts, synchronous):
         assert report["flops"] == 4 * 2 * 512 * 1024 * 1024
         assert report["bytes"] == 4 * 512 * 1024 * 2
+        assert report["argument_bytes"] == (512 + 1024) * 1024 * 2
+        assert report["kinds"] == ["all-to-all along expert"]
     assert (whole["exchanges"], parts["exchanges"]) == (4, 8)
+    assert parts["predicted_microseconds"] < whole["predicted_microseconds"]
     assert whole["covered"] == 0.0 and parts["covered"] >= 0.25
     assert synchronous["async"] == 0 and synchronous["covered"] == 0.0

@@ -2,12 +2,11 @@
 
 python -m benchmarks.contaminated_tables
 
-Each table stands between two comments, `<!-- name -->` and `<!-- end -->`, and is made of the JSON
-files in benchmarks/results alone; a test compares.
+Each table is made of the JSON files in benchmarks/results alone; a test compares.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from benchmarks.contaminated_exact import (
     EXPONENT_TOLERANCE,
     INVARIANCE_TOLERANCE,
 )
+from benchmarks.doc_tables import markdown_table, write_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "contaminated.md"
@@ -27,12 +27,6 @@ ROWS = ("beta", "exp_tau", "eta", "nu")
 def load(name: str) -> dict[str, Any]:
     """A file of results."""
     return json.loads((ROOT / "benchmarks" / "results" / f"contaminated_{name}.json").read_text())
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def acceptance() -> str:
@@ -104,7 +98,7 @@ def acceptance() -> str:
         ]
     )
     rows.sort(key=lambda row: int(row[0][1:]))
-    return markdown(("test", "what", "accepted", "measured", "within"), rows)
+    return markdown_table(("test", "what", "accepted", "measured", "within"), rows)
 
 
 def slopes() -> str:
@@ -129,7 +123,9 @@ def slopes() -> str:
                 title = ""
         ours = [study["slopes"][row] for row in ROWS]
         rows.append(["", "ours", *(f"{s['ours_slope']:.3f} ({s['ours_se']:.3f})" for s in ours)])
-    return markdown(("design", "slope of log error on log n", "beta", "e^tau", "eta", "nu"), rows)
+    return markdown_table(
+        ("design", "slope of log error on log n", "beta", "e^tau", "eta", "nu"), rows
+    )
 
 
 def real_data() -> str:
@@ -146,7 +142,7 @@ def real_data() -> str:
             + [f"{np.sum(gain > 0)} of {len(gain)}", f"{mean['AUC']:.2f}", f"{mean['LR']:.0f}"]
         )
     head = ["data", "train/test", "frozen", "refit", "constant gate", "softmax gate"]
-    return markdown([*head, "softmax - refit", "splits won", "AUC", "LR"], rows)
+    return markdown_table([*head, "softmax - refit", "splits won", "AUC", "LR"], rows)
 
 
 def speed() -> str:
@@ -164,7 +160,7 @@ def speed() -> str:
             ]
         )
     head = ("rows", "ours, four starts", "ours, one start", "flexmix (times ours)")
-    return markdown((*head, "mixtools hmeEM (times ours)"), rows)
+    return markdown_table((*head, "mixtools hmeEM (times ours)"), rows)
 
 
 def size() -> str:
@@ -182,28 +178,13 @@ def size() -> str:
             + [f"{row['iterations']} on all rows, {row['sample_iterations']} on the sample"]
             + [f"{row['status']}, {row['agree']} of {row['starts']} starts agree"]
         )
-    table = markdown(("four starts each", "s", "s, first call", "iterations", "status"), rows)
+    table = markdown_table(("four starts each", "s", "s, first call", "iterations", "status"), rows)
     return f"{table}\n\nLargest memory of the process: {million['peak_gib']:.2f} GiB."
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (acceptance, slopes, real_data, speed, size)
-}
-
-
-def fill(text: str) -> str:
-    """The document with every table anew.
-
-    Raises:
-        ValueError: if the comments around a table are missing.
-    """
-    for name, table in TABLES.items():
-        before, opening, rest = text.partition(f"<!-- {name} -->\n")
-        _, closing, after = rest.partition("<!-- end -->")
-        if not (opening and closing):
-            raise ValueError(f"no <!-- {name} --> with its <!-- end --> in {DOCUMENT.name}")
-        text = f"{before}{opening}\n{table()}\n\n{closing}{after}"
-    return text
+def tables() -> dict[str, str]:
+    """All of them by name."""
+    return {table.__name__: table() for table in (acceptance, slopes, real_data, speed, size)}
 
 
 def _middle(accept: Sequence[float]) -> str:
@@ -226,4 +207,4 @@ def _yes(is_within: bool) -> str:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
+    write_tables(DOCUMENT, tables())

@@ -6,14 +6,15 @@ import math
 import pytest
 
 from benchmarks.contaminated_rates import ACCEPTED, Check
-from benchmarks.contaminated_tables import DOCUMENT, ROOT, acceptance, fill
+from benchmarks.contaminated_tables import DOCUMENT, ROOT, acceptance, tables
+from benchmarks.doc_tables import with_tables
 
 
 def test_every_table_of_the_document_is_of_the_recorded_results():
     text = DOCUMENT.read_text()
-    assert fill(text) == text
-    with pytest.raises(ValueError, match="<!-- acceptance -->"):
-        fill("no table")
+    assert with_tables(text, tables()) == text
+    with pytest.raises(ValueError, match="<!-- table: acceptance -->"):
+        with_tables("no table", tables())
 
 
 def test_results_are_json_that_any_reader_takes():

@@ -38,7 +38,7 @@ from moe_jax.product_of_t.targets import (
     values_at,
 )
 from moe_jax.product_of_t.update import State, update
-from moe_jax.product_of_t.warmup import temper
+from moe_jax.product_of_t.warmup import tempered_weights
 
 # Exponents below this share of their sum do not change the density within its error.
 _PRUNED = 1e-8
@@ -251,11 +251,11 @@ def _other_samples(key: Array, start: Preparation, settings: FitSettings) -> np.
     count = settings.batch_size - start.points.shape[0]
     if not count or start.candidates is None:
         return None
-    points, log_ratios = start.candidates.points, start.candidates.log_ratios
-    logs = temper(log_ratios, max(100.0, 10.0 * points.shape[1])) * log_ratios
-    weights = np.where(np.isfinite(log_ratios), np.exp(logs - np.max(logs)), 0.0)
-    shape = (settings.iterations, count)
-    pick = generator_of(key).choice(len(points), shape, p=weights / np.sum(weights))
+    _, weights = tempered_weights(start.candidates)
+    if not np.any(weights):
+        return None
+    points, shape = start.candidates.points, (settings.iterations, count)
+    pick = generator_of(key).choice(len(points), shape, p=weights)
     loc, scale = np.asarray(start.whitening.loc), np.asarray(start.whitening.scale)
     return np.linalg.solve(scale, (points - loc).T).T[pick]
 

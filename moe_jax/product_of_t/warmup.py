@@ -345,13 +345,9 @@ def _candidates(
 
 def tempered_moments(candidates: Candidates) -> tuple[np.ndarray, np.ndarray] | None:
     """Mean and lower root of the covariance by tempered weights; None where those are poor."""
-    dim = candidates.points.shape[1]
-    power = temper(candidates.log_ratios, max(100.0, 10.0 * dim))
+    power, weights = tempered_weights(candidates)
     if power < _TRUSTED_POWER:
         return None
-    logs = power * candidates.log_ratios
-    weights = np.exp(logs - np.max(logs))
-    weights /= np.sum(weights)
     mean = weights @ candidates.points
     # In the coordinates of the proposal's last component, where the covariance is well conditioned.
     scale = candidates.proposal.scale[-1]
@@ -361,6 +357,23 @@ def tempered_moments(candidates: Candidates) -> tuple[np.ndarray, np.ndarray] | 
     except np.linalg.LinAlgError:
         return None
     return (mean, root) if np.all(np.isfinite(root)) else None
+
+
+def tempered_weights(
+    candidates: Candidates,
+) -> tuple[float, Float[np.ndarray, " draws"]]:
+    """Largest trusted power of p / proposal, and the normalised weights by it.
+
+    All 0 where the target is finite at none of the candidates.
+    """
+    finite = np.isfinite(candidates.log_ratios)
+    weights = np.zeros(len(finite))
+    if not np.any(finite):
+        return 0.0, weights
+    logs = candidates.log_ratios[finite]
+    power = temper(logs, max(100.0, 10.0 * candidates.points.shape[1]))
+    weights[finite] = np.exp(power * (logs - np.max(logs)))
+    return power, weights / np.sum(weights)
 
 
 def temper(log_ratios: Float[np.ndarray, " draws"], least_ess: float) -> float:

@@ -9,7 +9,7 @@ from moe_jax.product_of_t.diagnostics import trust_warnings
 from moe_jax.product_of_t.pool import moment_gaps, pool_draws
 from moe_jax.product_of_t.simulate import banana
 from moe_jax.product_of_t.targets import LogDensity
-from moe_jax.product_of_t.warmup import Proposal, draw_candidates
+from moe_jax.product_of_t.warmup import Candidates, Proposal, draw_candidates, tempered_weights
 
 NUM_Q, NUM_BROAD = 8000, 4000
 
@@ -77,3 +77,16 @@ def test_candidates_reach_the_ends_of_a_banana():
     mean = weights @ candidates.points / weights.sum()
     variance = weights @ (candidates.points - mean) ** 2 / weights.sum()
     np.testing.assert_allclose(np.sqrt(variance), [1.5, np.sqrt(1 + 0.5 * 1.5**4)], rtol=0.12)
+
+
+@pytest.mark.parametrize("num_finite", [0, 3, 400])
+def test_weights_are_numbers_however_few_candidates_the_target_is_finite_at(num_finite):
+    values = np.random.default_rng(0).normal(size=(500, 1))
+    log_density = np.where(np.arange(500) < num_finite, -(values[:, 0] ** 2), -np.inf)
+    proposal = Proposal(np.zeros((1, 1)), np.ones((1, 1, 1)), np.ones(1))
+    log_ratios = log_density - proposal.log_prob(values)
+    power, weights = tempered_weights(Candidates(values, log_density, log_ratios, proposal))
+    assert np.sum(weights > 0) == num_finite
+    assert np.sum(weights) == pytest.approx(1.0 if num_finite else 0.0)
+    # Three are worth no hundred at any power, and then all alike.
+    assert power == pytest.approx(0.0, abs=1e-8) if num_finite < 100 else power > 0.3

@@ -84,7 +84,6 @@ class ExpertFFN(nn.Module):
         Raises:
             ValueError: if an attribute is out of range or the rows do not divide into E groups.
         """
-        _activate(self.activation, self.gated)
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ValueError(f"dropout_rate={self.dropout_rate} is not in [0, 1)")
         drop = None

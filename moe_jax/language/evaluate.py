@@ -42,7 +42,7 @@ def make_evaluation(
         losses = token_losses(logits, batch["targets"], batch["loss_mask"])
         return jnp.sum(losses, axis=1)
 
-    whole = None if model.parallel is None else replicated(model.parallel.mesh)
+    whole = None if model.mesh is None else replicated(model.mesh)
     compiled = jax.jit(nats, out_shardings=whole)
 
     def evaluate(variables: PyTree, documents: TokenizedDocuments) -> Evaluation:

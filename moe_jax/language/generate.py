@@ -95,7 +95,6 @@ def _draw(
     segment_ids = (index < num_tokens).astype(jnp.int32)[None, :]
     logits, _ = model.apply(variables, tokens, segment_ids)
     last = logits[0, num_tokens - 1]
-    if model.parallel is not None:
-        last = constrain(last, (None,), model.parallel.mesh)
+    last = constrain(last, (None,), model.mesh)
     warm = jax.random.categorical(key, last / jnp.maximum(temperature, 1e-6))
     return jnp.where(temperature > 0, warm, jnp.argmax(last)).astype(jnp.int32)

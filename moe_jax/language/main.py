@@ -136,7 +136,7 @@ def _parallel(settings: Settings) -> ExpertParallel | None:
 def _describe(model: LanguageModel, corpus: Corpus) -> None:
     devices = jax.devices()
     counts = count_parameters(model.config)
-    sizes = {"data": 1} if model.parallel is None else model.parallel.mesh.shape
+    sizes = {"data": 1} if model.mesh is None else model.mesh.shape
     logging.info(
         "devices %d x %s, mesh %s | parameters %s, active %s | corpus %s",
         len(devices),
@@ -161,7 +161,7 @@ def _train(
     data = settings.data
     optimizer = make_optimizer(settings.optimizer, settings.train.num_steps)
     tokens_per_byte = corpus.report.train_tokens / corpus.report.train_bytes
-    mesh = None if model.parallel is None else model.parallel.mesh
+    mesh = model.mesh
 
     def init() -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(settings.seed))

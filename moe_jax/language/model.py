@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core import FeedForward, Routing, SparseMoE
@@ -110,6 +111,11 @@ class LanguageModel(nn.Module):
     config: LanguageModelConfig
     parallel: ExpertParallel | None = None
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """Over which it is split; None for one device."""
+        return None if self.parallel is None else self.parallel.mesh
+
     @nn.compact
     def __call__(
         self,
@@ -159,7 +165,7 @@ class LanguageModel(nn.Module):
             )(x, tokens, segment_ids, positions)
             if stacked:
                 routings.append(_in_layer_order(stacked))
-        x = constrain(x, STREAM, None if self.parallel is None else self.parallel.mesh)
+        x = constrain(x, STREAM, self.mesh)
         x = RMSNorm(dtype=dtype, name="final_norm")(x)
         if config.tie_embeddings:
             head = embedding.T

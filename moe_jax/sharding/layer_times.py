@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.sharding.network import Network, all_reduce_cost, exchange_costs
+from moe_jax.sharding.network import Network, all_reduce_cost, check_positive, exchange_costs
 from moe_jax.sharding.schedule_simulator import StepWork
 
 
@@ -37,9 +37,7 @@ class LayerShape:
     bytes_per_number: int = 4
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be positive")
+        check_positive(self)
 
     @property
     def rows(self) -> float:

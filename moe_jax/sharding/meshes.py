@@ -71,14 +71,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = infer_sizes(config, len(devices))
-    try:
-        grid = mesh_utils.create_device_mesh(sizes, devices)
-    except NotImplementedError:
-        fitting = [other for other in factorisations(len(devices)) if _fits_torus(other, devices)]
+    grid = _grid(sizes, devices)
+    if grid is None:
+        others = factorisations(len(devices))
+        fitting = [other for other in others if _grid(other, devices) is not None]
         raise ValueError(
             f"{_named(sizes)} does not fit the network of {len(devices)} x "
             f"{devices[0].device_kind}; {_listed(fitting, sizes)}"
-        ) from None
+        )
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -109,12 +109,12 @@ def factorisations(number: int, num_factors: int = len(AXES)) -> Iterator[tuple[
             yield from ((first, *rest) for rest in factorisations(number // first, num_factors - 1))
 
 
-def _fits_torus(sizes: tuple[int, ...], devices: Sequence[Any]) -> bool:
+def _grid(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray | None:
+    """The devices in these sizes; None where their torus has no such axes."""
     try:
-        mesh_utils.create_device_mesh(sizes, devices)
+        return mesh_utils.create_device_mesh(sizes, devices)
     except NotImplementedError:
-        return False
-    return True
+        return None
 
 
 def _named(sizes: tuple[int, ...]) -> str:

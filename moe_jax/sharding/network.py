@@ -5,7 +5,7 @@ them, P = m N devices in all; a device has one link to its own node and one to t
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 EXCHANGES = ("linear", "hierarchical", "adaptive", "two_level")
 """Algorithms of the all-to-all, see `exchange_costs`."""
@@ -21,6 +21,13 @@ class Cost(NamedTuple):
 
     startup: float
     transfer: float
+
+
+def check_positive(record: Any) -> None:
+    """Raises ValueError for the first field of a dataclass that is not positive."""
+    for name, value in dataclasses.asdict(record).items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be positive")
 
 
 @dataclasses.dataclass(frozen=True)

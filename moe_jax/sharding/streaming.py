@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Int
 
+from moe_jax.sharding.network import check_positive
 from moe_jax.sharding.placement import visited_devices
 from moe_jax.sharding.simulator import Task, Timeline, simulate
 
@@ -35,9 +36,7 @@ class Package:
     leaf_bandwidth: float = 16e9
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be positive")
+        check_positive(self)
 
     @property
     def num_chiplets(self) -> int:
@@ -67,9 +66,7 @@ class StreamedModel:
     token_bytes: float
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be positive")
+        check_positive(self)
 
 
 @dataclasses.dataclass(frozen=True)

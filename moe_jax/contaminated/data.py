@@ -46,7 +46,7 @@ def check_data(x: ArrayLike, y: ArrayLike, expert: Expert) -> tuple[np.ndarray, 
     return x, y
 
 
-def real_numbers(values: ArrayLike, name: str) -> np.ndarray:
+def real_numbers(values: Any, name: str) -> np.ndarray:
     """Values as float64; integers, booleans and Python's own numbers are accepted.
 
     Raises:

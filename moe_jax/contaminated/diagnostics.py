@@ -122,7 +122,7 @@ class Diagnostics:
         ]
         lines += [f"flat {d.eigenvalue:8.2e}  {d.description}" for d in self.collinear_directions]
         lines += [
-            f"rate {name:<16} D^-{rate.exponent:.2f}, here D^-{rate.local_exponent:.2f}, "
+            f"rate {name:<16} D^{-rate.exponent:+.2f}, here D^{-rate.local_exponent:+.2f}, "
             f"standard error {rate.standard_error:.3g}"
             for name, rate in self.rate_factors.items()
         ]
@@ -159,12 +159,15 @@ def diagnose(result: FitResult, *, rates: bool = True) -> Diagnostics:
     rows = float(np.sum(result.weight))
     terms = np.atleast_2d(result.responsibilities()), np.atleast_2d(result.gate())
     counts = [term @ result.weight for term in terms]
+    with np.errstate(over="ignore"):
+        # The odds of a gate that separates are infinite.
+        odds = np.exp(log_odds)
     found = {
         "canonical_correlation": correlation,
         "lambda_min": lambda_min,
         "separation": apart,
         "hellinger": distance,
-        "regularity": math.sqrt(rows) * apart * np.exp(log_odds),
+        "regularity": math.sqrt(rows) * apart * odds,
         "log_rows": math.log(rows),
         "gate_deviation": deviation,
         "definition1_check": angle,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -231,10 +232,16 @@ def make_plan(
     """The compiled part of the options, checked."""
     if method not in METHODS:
         raise ValueError(f"method={method!r}, expected one of {METHODS}")
+    counts = {"max_iter": max_iter, "em_steps": em_steps, "n_starts": n_starts or 1}
+    for name, count in counts.items():
+        if not isinstance(count, numbers.Integral):
+            raise ValueError(f"{name}={count!r}, expected an integer")
     if max_iter < 1 or em_steps < 0:
         raise ValueError(f"max_iter={max_iter} and em_steps={em_steps}, expected at least 1 and 0")
     if n_starts is not None and n_starts < 1:
         raise ValueError(f"n_starts={n_starts}, expected at least 1")
+    if starts is None:
+        raise ValueError("starts=None, expected 'tail', 'tail+random' or parameters")
     if starts == "tail" and (n_starts or 1) > len(TAILS):
         raise ValueError(
             f"n_starts={n_starts} of starts='tail', at most {len(TAILS)}: see 'tail+random'"

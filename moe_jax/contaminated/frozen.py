@@ -157,7 +157,12 @@ class FrozenClassifier:
     discrete: ClassVar[bool] = True
 
     def _log_probabilities(self, x: np.ndarray) -> Float[Array, "n K"]:
-        return jax.nn.log_softmax(jnp.asarray(self.logits_fn(x), jnp.float64), axis=1)
+        logits = jnp.asarray(self.logits_fn(x), jnp.float64)
+        if logits.ndim != 2 or logits.shape[0] != len(x):
+            raise ValueError(
+                f"logits_fn gives shape {logits.shape} for {len(x)} rows, expected ({len(x)}, K)"
+            )
+        return jax.nn.log_softmax(logits, axis=1)
 
     def log_prob(self, x: np.ndarray, y: np.ndarray) -> Array:
         """Log P(y_i | x_i).

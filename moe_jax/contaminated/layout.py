@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from moe_jax.contaminated.data import real_numbers
 from moe_jax.contaminated.expert import Expert
 from moe_jax.contaminated.gates import Gate
 
@@ -99,7 +100,7 @@ def fixed_vector(
         raise ValueError(f"{what} names {unknown}, expected some of {sorted(layout)}")
     params = {}
     for name, shape in layout.items():
-        value = np.asarray((fixed or {}).get(name, np.nan), dtype=np.float64)
+        value = real_numbers((fixed or {}).get(name, np.nan), f"{what}[{name!r}]")
         if value.shape not in ((), shape):
             raise ValueError(f"{what}[{name!r}] has shape {value.shape}, expected {shape}")
         if np.any(np.isinf(value)):

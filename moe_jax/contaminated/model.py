@@ -1,6 +1,7 @@
 """The contaminated mixture of experts: what it is made of, and its density given parameters."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -72,12 +73,12 @@ class ContaminatedMoE:
                 f"frozen={type(self.frozen).__name__} is a density of {first} and "
                 f"expert={type(self.expert).__name__} of {second}: they do not mix"
             )
-        if self.n_prompts < 1:
-            raise ValueError(f"n_prompts={self.n_prompts}, expected at least 1")
-        if self.nu_bounds is not None:
-            low, high = self.nu_bounds
-            if not 0 < low < high:
-                raise ValueError(f"nu_bounds={self.nu_bounds}, expected 0 < low < high")
+        if not (isinstance(self.n_prompts, numbers.Integral) and self.n_prompts >= 1):
+            raise ValueError(f"n_prompts={self.n_prompts}, expected an integer of at least 1")
+        if self.nu_bounds is not None and not (
+            len(self.nu_bounds) == 2 and 0 < self.nu_bounds[0] < self.nu_bounds[1]
+        ):
+            raise ValueError(f"nu_bounds={self.nu_bounds}, expected 0 < low < high")
         if self.gate_prior_scale is not None and not self.gate_prior_scale > 0:
             raise ValueError(
                 f"gate_prior_scale={self.gate_prior_scale}, expected a positive number"
@@ -114,7 +115,12 @@ class ContaminatedMoE:
                 np.asarray, (_gate(self.family, theta, x), _means(self.family, theta, x))
             )
             gate = gate.reshape(*gate.shape, *[1] * (means.ndim - 2))
-            base = np.asarray(frozen_mean(x), np.float64).reshape(means.shape[1:])
+            base = np.asarray(frozen_mean(x), np.float64)
+            if base.size != means[0].size:
+                raise ValueError(
+                    f"the frozen mean has shape {base.shape}, the prompts' {means.shape[1:]}"
+                )
+            base = base.reshape(means.shape[1:])
             return (1 - np.sum(gate, axis=0)) * base + np.sum(gate * means, axis=0)
 
     def sample(self, key: PRNGKeyArray, params: Mapping[str, Any], x: ArrayLike) -> np.ndarray:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -15,6 +16,8 @@ from moe_jax.contaminated import (
     Multinomial,
     calibrate_variance,
 )
+from moe_jax.contaminated.fit import make_plan
+from moe_jax.contaminated.layout import fixed_vector
 from tests.contaminated.small import MODEL, data, fit_padded, fitted
 
 X, Y = data()
@@ -113,7 +116,7 @@ def test_impossible_options_are_refused(options, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_prompts": 0}, "n_prompts=0, expected at least 1"),
+        ({"n_prompts": 0}, "n_prompts=0, expected an integer of at least 1"),
         ({"nu_bounds": (2.0, 1.0)}, "nu_bounds=(2.0, 1.0), expected 0 < low < high"),
         ({"gate_prior_scale": -1.0}, "gate_prior_scale=-1.0, expected a positive number"),
         ({"frozen": object()}, "frozen=object has no method log_prob"),
@@ -251,6 +254,49 @@ def test_densities_of_labels_and_of_reals_do_not_mix(make):
 )
 def test_uses_of_a_fit_that_make_no_sense_are_named(use, message):
     assert message in refusal(use)
+
+
+@pytest.fixture
+def unchecked():
+    """Without the tests' checks of types, as users call."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            lambda: make_plan(MODEL, 1, "tail", None, "em", 2.5, 20, None),
+            "max_iter=2.5, expected",
+        ),
+        (lambda: make_plan(MODEL, 1, None, 1, "em", 5, 20, None), "starts=None, expected 'tail'"),
+        (lambda: fixed_vector(MODEL.family, {"tau": "a"}, 1), "fixed['tau'] has dtype <U1"),
+    ],
+    ids=["half an iteration", "no starts", "fixed at a letter"],
+)
+def test_options_of_a_wrong_type_are_named(use, message, unchecked):
+    assert message in refusal(use)
+
+
+def test_logits_of_one_class_are_named():
+    model = ContaminatedMoE(FrozenClassifier(lambda x: x[:, 0]), Multinomial(2))
+    message = refusal(lambda: model.fit(X, np.zeros(64)))
+    assert message == "logits_fn gives shape (64,) for 64 rows, expected (64, K)"
+
+
+def test_a_frozen_mean_of_other_classes_is_named():
+    model = ContaminatedMoE(CLASSES.frozen, Multinomial(2))
+    params = {"beta": [0.0], "tau": 0.0, "coef": [[0.0]], "intercept": [0.0]}
+    message = refusal(lambda: model.mean(params, X))
+    assert message == "the frozen mean has shape (64, 3), the prompts' (64, 2)"
+
+
+def test_a_separating_gate_is_diagnosed():
+    y = np.where(X[:, 0] > 0, 60.0, X[:, 0]) + 0.1 * np.sin(np.arange(64))
+    result = MODEL.fit(X, y)
+    assert result.status == "gate_separated" and str(result.diagnose(rates=False))
 
 
 def test_an_infinite_fixed_parameter_is_refused():

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from moe_jax.contaminated.compilation import padded_rows
 from moe_jax.contaminated.designs import DESIGNS, ROWS, Design, row_vectors
 from moe_jax.contaminated.exponents import blocks, cramer_rao, information, normal_points
 from moe_jax.contaminated.model import ContaminatedMoE
@@ -326,15 +327,6 @@ def fit_size(
             seconds=done.seconds + time.monotonic() - began,
         )
         yield done
-
-
-def padded_rows(size: int) -> int:
-    """Rows that a data set is padded to: the next quarter of a power of two.
-
-    Sizes in any number share four compiled shapes an octave, for an eighth more work at the median.
-    """
-    quarter = max(2 ** (size.bit_length() - 3), 1)
-    return -(-size // quarter) * quarter
 
 
 def assemble_study(design: Design, fits: Sequence[SizeFits]) -> RateStudy:

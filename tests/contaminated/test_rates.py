@@ -8,6 +8,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from moe_jax.contaminated import ContaminatedMoE, FrozenGaussian, GaussianLinear, rates
+from moe_jax.contaminated.compilation import padded_rows
 from moe_jax.contaminated.designs import Design
 from moe_jax.contaminated.plots import plot_rates
 from moe_jax.contaminated.rates import (
@@ -17,7 +18,6 @@ from moe_jax.contaminated.rates import (
     efficiency,
     fit_size,
     format_table,
-    padded_rows,
     rate_study,
     slope_table,
     study_record,

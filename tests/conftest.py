@@ -1,13 +1,16 @@
 """Session rules: CPU unless asked otherwise, no implicit dtype or rank promotion, fixed examples.
 
+Programs are compiled fast rather than well, here and in subprocesses: most of them run for an
+instant. JAX_DISABLE_MOST_OPTIMIZATIONS=0 in the environment tests what users run.
 Warnings as errors and the run-time checks of shapes and types are switched on in setup.cfg.
 """
 
 import os
 import sys
 
-# JAX reads this when it is first imported, so it comes before every import that may pull JAX in.
+# JAX reads these when it is first imported, so they come before every import that may pull JAX in.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import hypothesis
 import jax
@@ -30,12 +33,3 @@ def _few_memory_maps():
         with open("/proc/self/maps") as maps:
             if sum(1 for _ in maps) > 20_000:
                 jax.clear_caches()
-
-
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """Small programs: most of their time would go into optimising what runs for an instant."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)

@@ -12,8 +12,6 @@ import pytest
 from moe_jax.product_of_t import SAFEGUARDED, FitSettings, fit_product_of_t, full_experts
 from tests.product_of_t.test_fit import SMALL, fit_given, in_family
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 
 

@@ -31,9 +31,6 @@ START = np.full(4, 7.0 / 8.0)
 MAP_LOC, MAP_SCALE = np.array([3.0, -1.0]), np.array([[2.0, 0.0], [0.7, 0.3]])
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def in_family(z):
     """The example product, unnormalised."""
     return ProductOfT(

@@ -14,8 +14,6 @@ from moe_jax.product_of_t.posteriordb import POSTERIORS
 from moe_jax.product_of_t.settings import FitSettings
 from moe_jax.product_of_t.simulate import SYNTHETIC
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def tiny():

@@ -24,9 +24,6 @@ from tests.product_of_t.products import EXPONENTS, LOC, PRECISION, in_double_pre
 POINTS = np.random.default_rng(0).normal(size=(6, 2)) * 2.0
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @pytest.fixture(autouse=True)
 def double_precision():
     with jax.enable_x64(True):

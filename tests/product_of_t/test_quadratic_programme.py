@@ -13,9 +13,6 @@ _bounded = jax.jit(solve_bounded)
 _nonnegative = jax.jit(solve_nonnegative)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @pytest.fixture(autouse=True)
 def double_precision():
     with jax.enable_x64(True):

@@ -16,9 +16,6 @@ from tests.product_of_t.products import EXPONENTS
 NUM_DRAWS = 4000
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @pytest.fixture(autouse=True)
 def double_precision():
     with jax.enable_x64(True):

@@ -42,7 +42,6 @@ from moe_jax.symmetries.spectrum import (
 )
 from moe_jax.training import Interrupts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 COMPILER = {"compiler_options": {"xla_backend_optimization_level": 0}}
 CONFIG = LatentMoSConfig(obs_dim=3, hidden=8, decoder_hidden=8, experts=2)
 STEPS = 60

@@ -15,8 +15,6 @@ from moe_jax.symmetries.main import fit_system
 from moe_jax.symmetries.nets import mlp
 from moe_jax.symmetries.settings import SYSTEMS, configuration, model_config, read_settings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs/symmetries").glob("*.py"))
 TINY = {

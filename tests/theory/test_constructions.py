@@ -16,8 +16,6 @@ from theory.network import apply_network, lift
 from theory.partition import bumps, misassigned, partition_of_unity
 from theory.targets import circle_directions, kinks, random_directions, waves
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 CIRCLE_SEGMENTS = (8, 16, 32, 64, 128, 256)
 SPHERE_SEGMENTS = (8, 10, 12, 16, 24)

@@ -16,8 +16,6 @@ from theory.product_grid import (
 )
 from theory.regions import linear_regions_on_segment
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 
 

@@ -185,8 +185,11 @@ def block_heights(num_rows: int, num_groups: int) -> list[int]:
     """Heights to compile: `BLOCK_ROWS`, and in finer steps what balanced groups need.
 
     On CPU (2 cores, [rows, 512] by [512, 1024], float32) a product costs what 55 rows do even
-    before its first row, so a group is best cut into few blocks, and each as high as needed.
+    before its first row, so a group is best cut into few blocks, and each as high as needed. For
+    the same reason none is worth compiling where all rows make one low block.
     """
+    if num_rows <= BLOCK_ROWS[0]:
+        return []
     mean = max(num_rows / max(num_groups, 1), 1.0)
     typical = mean / math.ceil(mean / BLOCK_ROWS[-1])
     step = max(16, 16 * round(typical / 256))

@@ -8,11 +8,14 @@ grid), `real` (measured series, see `benchmarks/symmetries_real.py`), `recovery`
 generator), `chaotic` (chaotic and damped systems, where no gain is expected), `sample_efficiency`,
 `speed` and `memory`.
 
-All seeds are run of `accuracy` and `recovery`, the first one alone of the other parts. Left out
-unless `--full` is given: the other seeds of these, their Latent ODEs and linear latents, and two of
-the five sample sizes; ODE-RNNs; anchored neural ODEs of two coordinates; output mixing and single
+All seeds are run of `accuracy` and `recovery`, the first one alone of the other parts and of linear
+latents. Left out unless `--full` is given: the other seeds of these; Latent ODEs, linear latents
+and single experts of the other parts (but single experts of `sample_efficiency`), and two of the
+five sample sizes; ODE-RNNs; anchored neural ODEs of two coordinates; output mixing and single
 experts of the larger latent; other weights of the latent consistency. Each is one of the
 comparison's peers or ablations, and none of the bars needs it.
+
+A job that fails is named, the others go on, and the exit status is 1.
 
 All learned models see the same observations, have the same number of starts and of steps, keep what
 is best of ten looks at validation trajectories, and have their latent size chosen there. Errors are
@@ -127,8 +130,8 @@ def mos_configs(system: str, obs_dim: int) -> dict[str, tuple[LatentMoSConfig, L
     return found | {LINEAR: (linear_latent(LatentMoSConfig(obs_dim=obs_dim)), LossConfig())}
 
 
-def models_of(system: str, *, full: bool, few: bool) -> list[str]:
-    """Names of a system's models, the mixtures first; `few` leaves two more peers out."""
+def models_of(system: str, part: str, *, full: bool) -> list[str]:
+    """Names of a system's models in a part, the mixtures first."""
     names = ["untrained", *mos_configs(system, 1)]
     peers = [f"{name}, d = 8" for name in NEURAL]
     if full:
@@ -136,7 +139,11 @@ def models_of(system: str, *, full: bool, few: bool) -> list[str]:
     small = mos_configs(system, 1)[names[1]][0].slice_dim
     kept = ["untrained", *(f"{kind}, d = {small}" for kind in ("output", "one expert")), LINEAR]
     names = [n for n in names if n in kept or n.startswith("algebra, d")]
-    left_out = ("ODE-RNN", "Latent ODE", LINEAR) if few else ("ODE-RNN",)
+    left_out: tuple[str, ...] = ("ODE-RNN",)
+    if part != "accuracy":
+        left_out += ("Latent ODE", LINEAR)
+    if part in ("real", "chaotic"):
+        left_out += ("one expert",)
     return [name for name in names + peers if not name.startswith(left_out)]
 
 
@@ -154,9 +161,11 @@ def jobs(
         for system in PARTS.get(part, ()):
             found += [
                 Job(system, rows, seed, model, steps, starts)
-                for model in models_of(system, full=full, few=part != "accuracy")
+                for model in models_of(system, part, full=full)
                 for rows in sizes
-                for seed in (seeds if full or part == "accuracy" else seeds[:1])
+                for seed in (
+                    seeds if full or (part == "accuracy" and model != LINEAR) else seeds[:1]
+                )
             ]
     return list(dict.fromkeys(found))
 
@@ -175,9 +184,9 @@ def splits(system: str, rows: int, seed: int) -> Data:
 def measure(job: Job) -> dict[str, Any]:
     """The figures of one job, by name of the model."""
     keep_compiled_programs()
-    start = resource.getrusage(resource.RUSAGE_SELF)
     if not job.system:
         return recover(job.seed)
+    start = _processor_seconds()
     data = splits(job.system, job.rows, job.seed)
     if job.model == "untrained":
         answers = untrained_baselines(data)
@@ -213,10 +222,9 @@ def measure(job: Job) -> dict[str, Any]:
         )
         output = predict(found.model, found.variables, data.test.examples.context, query)
         answer, validation_error = np.asarray(output.mean), found.validation_error
-    end = resource.getrusage(resource.RUSAGE_SELF)
     return errors(answer, data) | {
         "validation_error": validation_error,
-        "processor_seconds": end.ru_utime - start.ru_utime + end.ru_stime - start.ru_stime,
+        "processor_seconds": _processor_seconds() - start,
     }
 
 
@@ -228,6 +236,7 @@ def recover(seed: int) -> dict[str, Any]:
     """
     found = {}
     for nonlinear, damping in ((False, 0.0), (True, 0.0), (True, 0.1)):
+        begin = _processor_seconds()
         options = {"nonlinear": nonlinear, "damping": damping}
         runs = [oscillators(seed * 2 + part, 64, **options) for part in (0, 1)]
         train, val = (low_resolution(run, seed=seed + part) for part, run in enumerate(runs))
@@ -242,8 +251,14 @@ def recover(seed: int) -> dict[str, Any]:
             "relative_error": float(abs(abs(value.imag) - 1.3) / 1.3),
             "canonical_angle": canonical_angle(matrix),
             "start_errors": list(result.start_errors),
+            "processor_seconds": _processor_seconds() - begin,
         }
     return found
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def measure_memory() -> dict[str, Any]:
@@ -289,8 +304,9 @@ def measure_speed() -> dict[str, Any]:
 class Results:
     """Figures by key, written to a JSON file as they come."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, steps: int, starts: int) -> None:
         self._path = path
+        self._budget = {"steps": steps, "starts": starts}
         self.figures: dict[str, Any] = {}
         if path.exists():
             self.figures = json.loads(path.read_text())["figures"]
@@ -311,39 +327,52 @@ class Results:
         record = {
             "python": platform.python_version(),
             "jax": jax.__version__,
-            "steps": _STEPS.value,
-            "starts": _STARTS.value,
+            **self._budget,
             "figures": self.figures,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def run_jobs(results: Results, wanted: Sequence[Job], workers: int) -> None:
-    """Measures in processes of one thread each; what fails is named and left out."""
+def run_jobs(results: Results, wanted: Sequence[Job], workers: int) -> list[Job]:
+    """Measures in processes of one thread each.
+
+    Returns:
+        The jobs that failed, whose errors are logged; the others' figures are kept. Where a process
+        was killed, all jobs that it left undone.
+    """
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     context = multiprocessing.get_context("spawn")
+    failed = []
     with ProcessPoolExecutor(max_workers=workers, mp_context=context) as pool:
         running = {pool.submit(measure, job): job for job in wanted}
         for count, future in enumerate(as_completed(running), 1):
-            job = running[future]
-            results.add(job, future.result())
+            job, error = running[future], future.exception()
+            if error is None:
+                results.add(job, future.result())
+            else:
+                failed.append(job)
+                logging.error("%s failed", job.key, exc_info=error)
             logging.info("%d of %d: %s", count, len(wanted), job.key)
+    return failed
 
 
-def main(argv: Sequence[str]) -> None:
-    """Runs what `--parts` names."""
+def main(argv: Sequence[str]) -> int:
+    """Runs what `--parts` names; the exit status is 1 if a job failed."""
     del argv
-    results = Results(Path(_OUTPUT.value))
+    results = Results(Path(_OUTPUT.value), steps=_STEPS.value, starts=_STARTS.value)
     seeds = range(FIRST_SEED, FIRST_SEED + _SEEDS.value)
     wanted = jobs(_PARTS.value, seeds, _STEPS.value, _STARTS.value, full=_FULL.value)
     wanted = [job for job in wanted if job.model.startswith(tuple(_MODELS.value))]
-    run_jobs(results, [job for job in wanted if not results.has(job)], _WORKERS.value)
+    failed = run_jobs(results, [job for job in wanted if not results.has(job)], _WORKERS.value)
     for part, measure_part in (("memory", measure_memory), ("speed", measure_speed)):
         if part in _PARTS.value and part not in results.figures:
             results.figures[part] = measure_part()
             results.write()
     print_tables(results.figures)
+    for job in failed:
+        print(f"FAILED: {job.key}")
+    return int(bool(failed))
 
 
 _ALL = ["accuracy", "real", "recovery", "memory", "speed", "chaotic", "sample_efficiency"]

@@ -1,5 +1,10 @@
+import json
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from benchmarks import symmetries
+from benchmarks.symmetries import Job, Results, run_jobs
 from benchmarks.symmetries_tables import (
     BARS,
     CHOSEN,
@@ -63,3 +68,23 @@ def test_tables_show_every_case(capsys):
     assert "pendulum, 8 training trajectories" in out
     assert "| output, d = 2 | 0.0060 | 0.0600 | 2 |" in out
     assert "temporary_mib" in out
+
+
+def test_a_job_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path, caplog):
+    def measure(job):
+        if job.seed == 1:
+            raise ValueError("no such data")
+        return record(0.1 * job.seed, 0.2)
+
+    monkeypatch.setattr(symmetries, "measure", measure)
+    monkeypatch.setattr(symmetries, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    path = tmp_path / "figures.json"
+    results = Results(path, steps=1, starts=1)
+    wanted = [Job("pendulum", 64, seed, "algebra, d = 2", 1, 1) for seed in range(3)]
+    assert run_jobs(results, wanted, 1) == [wanted[1]]
+    kept = json.loads(path.read_text())["figures"]
+    assert list(kept) == [wanted[0].key, wanted[2].key]
+    assert f"{wanted[1].key} failed" in caplog.text and "no such data" in caplog.text
+    # The same command again takes up what is missing.
+    assert [job for job in wanted if not Results(path, steps=1, starts=1).has(job)] == [wanted[1]]

@@ -9,9 +9,9 @@ generator), `chaotic` (chaotic and damped systems, where no gain is expected), `
 `speed` and `memory`.
 
 All seeds are run of `accuracy` and `recovery`, the first one alone of the other parts and of linear
-latents. Left out unless `--full` is given: the other seeds of these; Latent ODEs, linear latents
-and single experts of the other parts (but single experts of `sample_efficiency`), and two of the
-five sample sizes; ODE-RNNs; anchored neural ODEs of two coordinates; output mixing and single
+latents. Left out unless `--full` is given: the other seeds of these; Latent ODEs and linear latents
+of the other parts, and two of the five sample sizes; output mixing and single experts of `real` and
+`chaotic`; ODE-RNNs; anchored neural ODEs of two coordinates; output mixing and single
 experts of the larger latent; other weights of the latent consistency. Each is one of the
 comparison's peers or ablations, and none of the bars needs it.
 
@@ -143,7 +143,7 @@ def models_of(system: str, part: str, *, full: bool) -> list[str]:
     if part != "accuracy":
         left_out += ("Latent ODE", LINEAR)
     if part in ("real", "chaotic"):
-        left_out += ("one expert",)
+        left_out += ("output", "one expert")
     return [name for name in names + peers if not name.startswith(left_out)]
 
 

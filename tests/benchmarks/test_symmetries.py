@@ -3,7 +3,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks import symmetries
+from benchmarks import symmetries, symmetries_document
+from benchmarks.doc_tables import with_tables
 from benchmarks.symmetries import Job, Results, run_jobs
 from benchmarks.symmetries_tables import (
     BARS,
@@ -88,3 +89,19 @@ def test_a_job_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path, c
     assert f"{wanted[1].key} failed" in caplog.text and "no such data" in caplog.text
     # The same command again takes up what is missing.
     assert [job for job in wanted if not Results(path, steps=1, starts=1).has(job)] == [wanted[1]]
+
+
+def test_every_table_of_the_document_is_of_the_recorded_results():
+    text = symmetries_document.DOCUMENT.read_text()
+    assert with_tables(text, symmetries_document.tables()) == text
+    assert "MISSED" not in text
+
+
+def test_the_default_command_takes_less_than_forty_minutes_on_two_cores():
+    minutes = float(symmetries_document.cost().splitlines()[-1].split("|")[-2])
+    assert minutes / 2 < 40
+
+
+def test_the_figure_of_sample_efficiency_is_drawn(tmp_path):
+    symmetries_document.draw(tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000

@@ -116,8 +116,13 @@ class LatentMoSConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("max_rate", "max_horizon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name}={value!r} must be a positive number")
+        if not isinstance(self.interval, tuple) or not all(
+            isinstance(length, int | float) and length > 0 for length in self.interval
+        ):
+            raise ValueError(f"interval={self.interval!r} must be a tuple of positive numbers")
         if self.slice_dim < 1:
             raise ValueError("planes=0 and translations=0 leave no latent coordinate")
         if self.stride < 2:
@@ -153,8 +158,6 @@ class LatentMoSConfig:
             )
         if self.interval and len(self.interval) not in (1, self.obs_dim):
             raise ValueError(f"interval={self.interval} must have 1 or {self.obs_dim} numbers")
-        if any(not length > 0 for length in self.interval):
-            raise ValueError(f"interval={self.interval} must be positive")
 
     @property
     def slice_dim(self) -> int:

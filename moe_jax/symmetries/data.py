@@ -93,8 +93,9 @@ def fill(batch: IrregularBatch) -> IrregularBatch:
         raise ValueError(f"mask {mask.dtype}{mask.shape} must be bool{values.shape}")
     mask = mask & is_valid[..., None] & ~np.isnan(values)
     last = times[np.arange(rows), np.maximum(lengths - 1, 0)]
-    inputs = None if batch.inputs is None else np.asarray(batch.inputs, np.float64)
+    inputs = batch.inputs
     if inputs is not None:
+        inputs = _as_real("inputs", inputs).astype(np.float64)
         if inputs.ndim != 3 or inputs.shape[:2] != times.shape:
             raise ValueError(f"inputs {inputs.shape} must be [{rows}, {length}, input channels]")
         inputs = np.where(is_valid[..., None], inputs, 0.0)
@@ -166,6 +167,8 @@ def from_ragged(
     Raises:
         ValueError: naming the row, if it cannot be used.
     """
+    if pad_to is not None:
+        check_integer("pad_to", pad_to, 1)
     if duplicates not in DUPLICATES:
         raise ValueError(f"duplicates={duplicates!r} is not one of {DUPLICATES}")
     inputs = [None] * len(times) if inputs is None else inputs
@@ -186,8 +189,11 @@ def from_ragged(
             row = _merge(row, duplicates)
             num_merged += 1
         rows.append(row)
-    if len({row[1].shape[1] for row in rows}) > 1:
-        raise ValueError(f"rows have {sorted({row[1].shape[1] for row in rows})} channels")
+    for place, name in ((1, "channels"), (2, "input channels")):
+        counts = {0 if row[place] is None else row[place].shape[1] for row in rows}
+        # A row of one channel would be broadcast, and inputs beside rows without any dropped.
+        if len(counts) > 1:
+            raise ValueError(f"rows have {sorted(counts)} {name}")
     longest = max(len(row[0]) for row in rows)
     length = 1 << (longest - 1).bit_length() if pad_to is None else pad_to
     if length < longest:
@@ -209,12 +215,19 @@ def as_times(name: str, times: Any) -> np.ndarray:
     Raises:
         ValueError: for dates, whose unit would be that of their type, and for what is no number.
     """
-    array = np.asarray(times)
+    array = _as_array(name, times)
     if array.dtype.kind in "mM":
         raise ValueError(
             f"{name} are {array.dtype}; give numbers, such as (t - t[0]) / np.timedelta64(1, 'h')"
         )
     return _as_real(name, array).astype(np.float64)
+
+
+def check_integer(name: str, value: Any, least: int) -> None:
+    """Raises ValueError unless an option is an integer of at least `least`, below 2^31."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not least <= value < 2**31:
+        raise ValueError(f"{name}={value!r} must be an integer in [{least}, 2^31)")
 
 
 def take_rows(batch: IrregularBatch, index: Any) -> IrregularBatch:
@@ -225,8 +238,17 @@ def take_rows(batch: IrregularBatch, index: Any) -> IrregularBatch:
     return IrregularBatch(**{k: None if v is None else v[index] for k, v in fields.items()})
 
 
+def _as_array(name: str, array: Any) -> np.ndarray:
+    try:
+        return np.asarray(array)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must be one array; rows of different length are padded by from_ragged"
+        ) from error
+
+
 def _as_real(name: str, array: Any) -> np.ndarray:
-    array = np.asarray(array)
+    array = _as_array(name, array)
     # bfloat16 and its like have kind V, and are numbers all the same.
     if array.dtype.kind not in "biufV":
         raise ValueError(f"{name} are {array.dtype}, not real numbers")
@@ -242,7 +264,9 @@ def _as_row(index: int, times: Any, values: Any, inputs: Any) -> list[Any]:
         raise ValueError(f"values of row {index} {x.shape} must be [{len(t)}, channels]")
     if not np.isfinite(t).all():
         raise ValueError(f"times: row {index} has a time that is not finite")
-    u = None if inputs is None else np.asarray(inputs, np.float64)
+    u = inputs
+    if u is not None:
+        u = _as_real(f"inputs of row {index}", u).astype(np.float64)
     if u is not None and (u.ndim != 2 or len(u) != len(t)):
         raise ValueError(f"inputs of row {index} {u.shape} must be [{len(t)}, input channels]")
     return [t, x, u]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.symmetries.config import LatentMoSConfig
 from moe_jax.symmetries.context import Scales, last_index
-from moe_jax.symmetries.data import IrregularBatch
+from moe_jax.symmetries.data import IrregularBatch, as_times, check_integer, fill
 from moe_jax.symmetries.decoders import decode
 from moe_jax.symmetries.mixing import read_out
 from moe_jax.symmetries.model import LatentMoS, MoSOutput, level_gate, move, predict
@@ -47,18 +47,16 @@ def extrapolate(
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is not one of {MODES}")
-    horizon = np.asarray(horizon, np.float64)
+    horizon = as_times("horizon", horizon)
     is_increasing = horizon.ndim == 1 and (np.diff(horizon, prepend=0.0) > 0).all()
     if not (horizon.size and is_increasing and np.isfinite(horizon).all()):
         raise ValueError(f"horizon={horizon} must be positive increasing times [steps]")
     if model.config.observation != "point":
         raise ValueError("observation='mean' is asked by queries; see predict")
-    if substeps < 1:
-        raise ValueError(f"substeps={substeps} must be at least 1")
-    times = np.asarray(batch.times, np.float64)
-    lengths = batch.lengths
-    lengths = np.full(len(times), times.shape[1]) if lengths is None else np.asarray(lengths)
-    last = times[np.arange(len(times)), np.maximum(lengths - 1, 0)]
+    check_integer("substeps", substeps, 1)
+    # Padding repeats a row's last time.
+    times = fill(batch).times
+    last = times[:, -1]
     query = last[:, None] + horizon[None, :]
     output = predict(model, variables, batch, query)
     if mode == "frozen":
@@ -79,8 +77,8 @@ def _regate(
     substeps: int,
 ) -> Array:
     dtype = output.mean.dtype
-    times = np.nan_to_num(times).astype(dtype)
-    return _regate_jitted(model.config, substeps, variables, output, times, query.astype(dtype))
+    times, query = times.astype(dtype), query.astype(dtype)
+    return _regate_jitted(model.config, substeps, variables, output, times, query)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -27,7 +27,7 @@ from moe_jax.symmetries.context import (
     measure_scales,
     relative_times,
 )
-from moe_jax.symmetries.data import IrregularBatch, fill, validate
+from moe_jax.symmetries.data import IrregularBatch, check_integer, fill, validate
 from moe_jax.symmetries.examples import ExampleBatches, Examples, reconstruct
 from moe_jax.symmetries.losses import (
     LossConfig,
@@ -48,6 +48,7 @@ from moe_jax.training import (
     init_state,
     make_schedule,
     make_train_step,
+    prepare_workdir,
     restore_or_init,
     train,
     variables_of,
@@ -116,19 +117,26 @@ def fit(
         show: whether progress is shown on stderr.
 
     Raises:
-        ValueError: for unusable data or options out of range.
+        ValueError: for unusable data, options out of range or a workdir that cannot be used.
         TrainingDivergedError: if losses stop being finite.
     """
-    if not 0 <= drop[0] <= drop[1] < 1:
-        raise ValueError(f"drop={drop} must be increasing within [0, 1)")
-    if not 0 <= seed < 2**31:
-        raise ValueError(f"seed={seed} must be in [0, 2^31)")
-    if multistart < 1:
-        raise ValueError(f"multistart={multistart} must be at least 1")
+    if not isinstance(config, LatentMoSConfig):
+        raise ValueError(f"config must be a LatentMoSConfig, not {type(config).__name__}")
+    drop = as_shares(drop)
+    check_integer("seed", seed, 0)
+    check_integer("multistart", multistart, 1)
+    check_integer("batch_size", batch_size, 1)
+    workdir = None if workdir is None else prepare_workdir(workdir)
     every = max(steps // 10, 1)
     loop = LoopConfig(
         num_steps=steps, log_every=max(steps // 100, 1), eval_every=every, checkpoint_every=every
     )
+    for name, given in (("train_examples", train_examples), ("val_examples", val_examples)):
+        if not isinstance(given, Examples | IrregularBatch):
+            raise ValueError(
+                f"{name} must be Examples or an IrregularBatch, not {type(given).__name__}; "
+                "from_ragged returns a batch and its notes"
+            )
     _warn_of_offsets(train_examples)
     train_examples, val_examples = prepare(train_examples), prepare(val_examples)
     for name, examples in (("train_examples", train_examples), ("val_examples", val_examples)):
@@ -173,6 +181,18 @@ def fit(
         start_errors=tuple(errors),
         finished=interrupts.requested is None,
     )
+
+
+def as_shares(drop: Any) -> tuple[float, float]:
+    """Lowest and highest share of rows to hide; raises ValueError unless they are that."""
+    shares = np.asarray(drop)
+    if (
+        shares.shape != (2,)
+        or shares.dtype.kind not in "iuf"
+        or not (0 <= shares[0] <= shares[1] < 1)
+    ):
+        raise ValueError(f"drop={drop} must be two increasing numbers within [0, 1)")
+    return float(shares[0]), float(shares[1])
 
 
 def prepare(examples: Examples | IrregularBatch) -> Examples:

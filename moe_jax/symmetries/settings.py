@@ -1,14 +1,16 @@
 """The configuration of a run on a simulated system: its sections, checked."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
 from moe_jax.symmetries import simulate
 from moe_jax.symmetries.config import LatentMoSConfig
-from moe_jax.symmetries.fit import OPTIMIZER
+from moe_jax.symmetries.data import check_integer
+from moe_jax.symmetries.fit import OPTIMIZER, as_shares
 from moe_jax.symmetries.losses import LossConfig
 from moe_jax.symmetries.neural import NEURAL
 from moe_jax.symmetries.simulate import Trajectories
@@ -28,6 +30,8 @@ SYSTEMS: dict[str, Callable[..., Trajectories]] = {
     "lorenz": simulate.lorenz,
     "swing": swing,
 }
+# Arguments of simulators that other settings give, or the library alone.
+_OTHER_ARGUMENTS = {"seed", "rows", "times"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +60,12 @@ class SystemConfig:
         if self.name not in SYSTEMS:
             raise ValueError(f"name={self.name!r} is not one of {tuple(SYSTEMS)}")
         for name in ("rows", "val_rows", "test_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            check_integer(name, getattr(self, name), 1)
+        accepted = inspect.signature(SYSTEMS[self.name]).parameters.keys() - _OTHER_ARGUMENTS
+        if not isinstance(self.options, Mapping) or not set(self.options) <= accepted:
+            raise ValueError(
+                f"options={self.options!r} must be arguments of {self.name}: {sorted(accepted)}"
+            )
         if not 0 < self.fraction <= 1 or not self.noise >= 0:
             raise ValueError(
                 f"fraction={self.fraction} must be in (0, 1], noise={self.noise} not negative"
@@ -85,8 +93,15 @@ class TrainConfig:
     neural: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.planes or min(self.planes) < 1:
+        for name in ("steps", "batch_size", "multistart"):
+            check_integer(name, getattr(self, name), 1)
+        as_shares(self.drop)
+        if not isinstance(self.planes, Sequence) or not self.planes:
             raise ValueError(f"planes={self.planes} must name at least one positive number")
+        for planes in self.planes:
+            check_integer("planes", planes, 1)
+        if isinstance(self.neural, str):
+            raise ValueError(f"neural={self.neural!r} must be a tuple of names")
         for name in self.neural:
             if name not in NEURAL:
                 raise ValueError(f"neural={self.neural}: {name!r} is not one of {tuple(NEURAL)}")
@@ -143,6 +158,9 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """
     names = ("seed", "system", "train", "loss", "optimizer", "model")
     check_known(config, dict.fromkeys(names), "")
+    for name in names[1:]:
+        if not isinstance(config.get(name, {}), Mapping | ConfigDict):
+            raise ValueError(f"config.{name}={config[name]!r} must be a section of keys")
     seed = config.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
         raise ValueError(f"config.seed={seed!r} must be an integer in [0, 2^31)")

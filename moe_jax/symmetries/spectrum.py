@@ -117,11 +117,11 @@ def canonical_angle(matrix: Any) -> float:
     the coordinates that encoder and decoder happened to choose.
 
     Raises:
-        ValueError: unless the matrix is 2 x 2.
+        ValueError: unless the matrix is 2 x 2 and finite.
     """
     matrix = np.asarray(matrix, np.float64)
-    if matrix.shape != (2, 2):
-        raise ValueError(f"matrix {matrix.shape} must be (2, 2)")
+    if matrix.shape != (2, 2) or not np.isfinite(matrix).all():
+        raise ValueError(f"matrix {matrix.tolist()} must be 2 x 2 and finite")
     values, vectors = np.linalg.eig(matrix)
     if not np.iscomplex(values).any():
         return 90.0

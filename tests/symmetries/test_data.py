@@ -41,13 +41,16 @@ def test_report_counts_what_is_odd():
         ({"times": np.zeros((2, 2), "M8[s]")}, r"times are datetime64\[s\]; give numbers"),
         ({"times": [0.0, 1.0]}, r"times \(2,\) and values"),
         ({"inputs": np.ones((2, 3, 1))}, r"inputs \(2, 3, 1\) must be"),
+        ({"inputs": np.zeros((2, 2, 1), complex)}, "inputs are complex128, not real numbers"),
+        ({"times": [[0.0, 1.0], [0.0]]}, "times must be one array; .* padded by from_ragged"),
         ({"inputs": np.full((2, 2, 1), NAN)}, "inputs: row 0 has an input that is not finite"),
     ],
 )
-def test_unusable_batches_are_refused_by_row(change, message):
-    fields = {"times": [[0.0, 1.0], [0.0, 1.0]], "values": [[1.0, 2.0], [3.0, 4.0]]}
+def test_unusable_batches_are_refused_by_row(change, message, unchecked):
+    times, values = [[0.0, 1.0], [0.0, 1.0]], np.array([[1.0, 2.0], [3.0, 4.0]])[..., None]
+    change = {k: np.array(v)[..., None] if k == "values" else v for k, v in change.items()}
     with pytest.raises(ValueError, match=message):
-        validate(batch_of(**(fields | change)))
+        validate(IrregularBatch(**({"times": times, "values": values} | change)))
 
 
 def test_padding_may_hold_anything():
@@ -105,6 +108,22 @@ def test_lengths_are_padded_to_powers_of_two():
 def test_unusable_ragged_rows_are_refused(times, values, message):
     with pytest.raises(ValueError, match=message):
         from_ragged(times, values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        # Either would be silent: the inputs of row 1 dropped, one channel of row 1 used for two.
+        ({"inputs": [None, [[1.0]]]}, r"rows have \[0, 1\] input channels"),
+        ({"inputs": [[[1.0, 2.0]], [[1.0]]]}, r"rows have \[1, 2\] input channels"),
+        ({"inputs": [[["on"]], [["off"]]]}, "inputs of row 0 are <U2, not real numbers"),
+        ({"pad_to": 2.5}, "pad_to=2.5 must be an integer"),
+        ({"duplicates": "first"}, "duplicates='first' is not one of"),
+    ],
+)
+def test_unusable_options_of_ragged_rows_are_refused(options, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        from_ragged([[0.0], [0.0]], [[[1.0]], [[1.0]]], **options)
 
 
 def test_forecast_gives_the_past_and_asks_for_everything():

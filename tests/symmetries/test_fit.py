@@ -145,15 +145,23 @@ def test_few_short_rows_with_gaps_train_and_the_best_start_is_kept():  # pysindy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drop": (0.5, 0.2)}, r"drop=\(0.5, 0.2\) must be increasing within \[0, 1\)"),
+        ({"drop": (0.5, 0.2)}, r"drop=\(0.5, 0.2\) must be two increasing numbers within \[0, 1\)"),
         ({"drop": (0.0, 1.0)}, "drop="),
-        ({"seed": -1}, r"seed=-1 must be in \[0, 2\^31\)"),
-        ({"multistart": 0}, "multistart=0 must be at least 1"),
+        ({"drop": 0.3}, "drop=0.3 must be two increasing numbers"),
+        ({"seed": -1}, r"seed=-1 must be an integer in \[0, 2\^31\)"),
+        ({"seed": 1.5}, "seed=1.5 must be an integer"),
+        ({"multistart": 0}, r"multistart=0 must be an integer in \[1, 2\^31\)"),
+        ({"multistart": None}, "multistart=None must be an integer"),
         ({"steps": 0}, "num_steps=0 must be"),
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be an integer"),
+        ({"batch_size": 2.5}, "batch_size=2.5 must be an integer"),
+        ({"config": {"obs_dim": 3}}, "config must be a LatentMoSConfig, not dict"),
+        ({"train": (None, ())}, "train_examples must be .*, not tuple; from_ragged returns a"),
+        ({"workdir": __file__}, "is a file, not a directory"),
+        ({"workdir": "/proc/runs"}, "workdir=/proc/runs"),
     ],
 )
-def test_options_out_of_range_are_refused(options, message):
+def test_options_out_of_range_are_refused(options, message, unchecked):
     with pytest.raises(ValueError, match=message):
         fitted(**options)
 
@@ -246,13 +254,22 @@ def test_regating_agrees_with_the_frozen_gate_where_nothing_grows(result):  # P4
         ({"mode": "open"}, "mode='open' is not one of"),
         ({"horizon": [2.0, 1.0]}, "must be positive increasing"),
         ({"horizon": [0.0]}, "must be positive increasing"),
-        ({"substeps": 0}, "substeps=0 must be at least 1"),
+        ({"horizon": ["soon"]}, "horizon are <U4, not real numbers"),
+        ({"horizon": np.array([1], "m8[s]")}, r"horizon are timedelta64\[s\]; give numbers"),
+        ({"substeps": 0}, r"substeps=0 must be an integer in \[1, 2\^31\)"),
+        ({"substeps": 1.5}, "substeps=1.5 must be an integer"),
+        ({"lengths": np.full(16, 99)}, r"lengths=.* must lie in \[0, "),
+        ({"times": np.zeros(3)}, r"times \(3,\) and values"),
     ],
 )
-def test_bad_horizons_are_refused(options, message, result):
-    arguments = {"horizon": [1.0], "mode": "regate"} | options
+def test_bad_horizons_and_batches_are_refused(options, message, result, unchecked):
+    fields = {name: options[name] for name in ("lengths", "times") if name in options}
+    batch = dataclasses.replace(split().examples.context, **fields)
+    rest = {name: value for name, value in options.items() if name not in fields}
     with pytest.raises(ValueError, match=message):
-        extrapolate(result.model, result.variables, split().examples.context, **arguments)
+        extrapolate(
+            result.model, result.variables, batch, **({"horizon": [1.0], "mode": "regate"} | rest)
+        )
 
 
 def test_spectrum_is_in_original_time_units(result):  # PyDMD#571
@@ -306,8 +323,10 @@ def test_canonical_angle_ignores_coordinates_and_trace():
     matrix = basis @ generator @ np.linalg.inv(basis)
     assert canonical_angle(matrix) < 1e-4
     assert canonical_angle(np.diag([1.0, -2.0])) == 90.0
-    with pytest.raises(ValueError, match=r"matrix \(3, 3\) must be \(2, 2\)"):
+    with pytest.raises(ValueError, match="must be 2 x 2 and finite"):
         canonical_angle(np.eye(3))
+    with pytest.raises(ValueError, match=r"matrix \[\[nan, .* must be 2 x 2 and finite"):
+        canonical_angle(np.full((2, 2), np.nan))
 
 
 def test_eigenvalues_are_matched_up_to_order_and_sign():

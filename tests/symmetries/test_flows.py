@@ -467,11 +467,15 @@ def test_top_k_gate_weighs_the_selected_experts_only():
         ({"generator": "basis", "gate": "fixed"}, "does not fit generator='basis'"),
         ({"observation": "mean"}, "does not fit observation='mean'"),
         ({"observation": "mean", "interval": (1.0, 2.0)}, "must have 1 or 3 numbers"),
-        ({"observation": "mean", "interval": (-1.0,)}, "must be positive"),
-        ({"max_rate": 0.0}, "max_rate=0.0 must be positive"),
+        ({"observation": "mean", "interval": (-1.0,)}, "must be a tuple of positive numbers"),
+        # A list has no hash, and configurations are keys of compiled functions.
+        ({"observation": "mean", "interval": [1.0]}, r"interval=\[1.0\] must be a tuple"),
+        ({"observation": "mean", "interval": 1.0}, "interval=1.0 must be a tuple"),
+        ({"max_rate": 0.0}, "max_rate=0.0 must be a positive number"),
+        ({"max_horizon": None}, "max_horizon=None must be a positive number"),
         ({"variational": True, "encoder": "odernn"}, "variational=True needs"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(options, message):
+def test_a_configuration_that_cannot_be_is_refused(options, message, unchecked):
     with pytest.raises(ValueError, match=message):
         LatentMoSConfig(obs_dim=3, **options)

@@ -105,10 +105,20 @@ def test_every_system_has_a_configuration():
     ("change", "message"),
     [
         ({"system": {"name": "planet"}}, "config.system: name='planet' is not one of"),
-        ({"system": {"rows": 0}}, "config.system: rows=0 must be at least 1"),
+        ({"system": {"rows": 0}}, "config.system: rows=0 must be an integer in"),
+        ({"system": {"options": {"mass": 2.0}}}, "must be arguments of pendulum: "),
+        ({"system": {"options": 3}}, "options=3 must be arguments of pendulum"),
         ({"system": {"fraction": 0.0}}, "fraction=0.0 must be in"),
         ({"train": {"neural": ["ODE"]}}, "'ODE' is not one of"),
+        ({"train": {"neural": "ODE-RNN"}}, "neural='ODE-RNN' must be a tuple of names"),
         ({"train": {"planes": []}}, "must name at least one positive number"),
+        ({"train": {"planes": 1}}, "planes=1 must name at least one positive number"),
+        ({"train": {"planes": [1.5]}}, "planes=1.5 must be an integer in"),
+        ({"train": {"steps": 0}}, "config.train: steps=0 must be an integer in"),
+        ({"train": {"batch_size": 0}}, "config.train: batch_size=0 must be an integer in"),
+        ({"train": {"multistart": 0}}, "config.train: multistart=0 must be an integer in"),
+        ({"train": {"drop": (0.5, 0.1)}}, "config.train: drop=.* must be two increasing numbers"),
+        ({"train": None}, "config.train=None must be a section of keys"),
         ({"model": {"planes": 2}}, "config.model.planes follows from system and train"),
         ({"model": {"expert": 2}}, "did you mean experts"),
         ({"loss": {"growth": -1.0}}, "config.loss: growth=-1.0 must not be negative"),
@@ -116,7 +126,7 @@ def test_every_system_has_a_configuration():
         ({"steps": 3}, "config.steps is not a configuration key"),
     ],
 )
-def test_bad_configurations_are_refused(change, message):
+def test_bad_configurations_are_refused(change, message, unchecked):
     with pytest.raises(ValueError, match=message):
         read_settings(TINY | change)
 

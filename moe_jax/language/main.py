@@ -4,6 +4,8 @@ python -m moe_jax.language.main --config=configs/language/stdlib_moe.py --workdi
 
 Started again with the same command, it goes on from the newest checkpoint in the workdir. Any entry
 of the configuration can be set on the command line: --config.model.num_experts=16.
+
+With --multihost it is one process of several, which share the workdir; see docs/pods.md.
 """
 
 import json
@@ -93,6 +95,8 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
         )
 
         def begin(first_step: int) -> None:
+            if jax.process_index() != 0:
+                return
             is_over = first_step >= settings.train.num_steps
             if changes:
                 print(f"resuming at step {first_step} with another configuration than before:")
@@ -107,28 +111,33 @@ def train_language_model(config: Mapping[str, Any], workdir: str | Path) -> int:
                     (folder / stale).unlink(missing_ok=True)
 
         state = _train(settings, folder, tokenizer, corpus, model, evaluate, interrupts, begin)
-        if interrupts.requested is None:
+        stopped = interrupts.agreed()
+        if stopped is None:
             logging.info("scoring all %d held-out documents", len(corpus.held_out))
             evaluation = evaluate(variables_of(state), corpus.held_out)
-        if interrupts.requested is not None:
-            print(f"saved step {int(state.step)} of {settings.train.num_steps} in {folder}")
-            print("to resume, run the same command again")
+            stopped = interrupts.agreed()
+        is_first = jax.process_index() == 0
+        if stopped is not None:
+            if is_first:
+                print(f"saved step {int(state.step)} of {settings.train.num_steps} in {folder}")
+                print("to resume, run the same command again")
+                _draw_figures(folder)
+            return exit_code(stopped)
+        if is_first:
+            _write_evaluation(folder, int(state.step), corpus, evaluation)
             _draw_figures(folder)
-            return exit_code(interrupts.requested)
-        _write_evaluation(folder, int(state.step), corpus, evaluation)
-        _draw_figures(folder)
-        num_documents = len(corpus.held_out)
-        print(
-            f"step {int(state.step)}, held out: {evaluation.bits_per_byte:.4f} bits per byte, "
-            f"{num_documents} documents"
-        )
+            num_documents = len(corpus.held_out)
+            print(
+                f"step {int(state.step)}, held out: {evaluation.bits_per_byte:.4f} bits per byte, "
+                f"{num_documents} documents"
+            )
         _print_sample(settings, tokenizer, model, state)
     return 0
 
 
 def _parallel(settings: Settings) -> ExpertParallel | None:
     """Where and how the model is split; None for one device."""
-    if settings.mesh.sizes == (1,) * len(AXES):
+    if settings.mesh.sizes == (1,) * len(AXES) and jax.process_count() == 1:
         return None
     return ExpertParallel(make_mesh(settings.mesh), settings.mesh.exchange)
 
@@ -261,13 +270,14 @@ def _print_sample(
         temperature=settings.sample.temperature,
         stop=tokenizer.eos_id,
     )
-    print(f"sample at step {int(state.step)}, temperature {settings.sample.temperature}:\n")
-    print(prompt + tokenizer.decode(new))
+    if jax.process_index() == 0:
+        print(f"sample at step {int(state.step)}, temperature {settings.sample.temperature}:\n")
+        print(prompt + tokenizer.decode(new))
 
 
 def run() -> None:
     """Entry point of the program."""
-    run_program(train_language_model, "runs/language")
+    run_program(train_language_model, "runs/language", multihost=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@ import threading
 from types import FrameType
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -41,6 +45,17 @@ class Interrupts:
             # None is a handler that was not installed from Python, and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
+
+    def agreed(self) -> signal.Signals | None:
+        """`requested`, of any process of a run: all of them ask at the same time, and get the same.
+
+        A request that comes later counts at the next call, on every process.
+        """
+        if jax.process_count() == 1:
+            return self.requested
+        mine = np.int32(0 if self.requested is None else self.requested)
+        number = int(np.max(multihost_utils.process_allgather(mine)))
+        return signal.Signals(number) if number else None
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -111,8 +111,9 @@ def train(
     Records of kind `train` hold the mean of every metric over the applied steps since the last
     record, and the `seconds` all steps took, without evaluations and saving. Records of kind `eval`
     hold what `evaluate(state)` returns; a checkpoint saved at an evaluated step carries those
-    figures. A step that was skipped has a record of kind `skipped`. On a signal the state is saved
-    at once. Each evaluation is shown in a line with the best so far, earlier processes' included.
+    figures. A step that was skipped has a record of kind `skipped`. On a signal
+    to any of a run's processes the state is saved at once. Each evaluation is shown in a line with
+    the best so far, earlier processes' included.
 
     Args:
         state: donated.
@@ -137,7 +138,7 @@ def train(
     if step < config.num_steps:
         progress.print("compiling the training step")
     window = _Window(per_step)
-    while step < config.num_steps and interrupts.requested is None:
+    while step < config.num_steps and interrupts.agreed() is None:
         state, metrics = train_step(state, next(batches))
         step += 1
         host_metrics = jax.device_get(metrics)
@@ -162,7 +163,7 @@ def train(
     if checkpoints.latest_step() != step:
         checkpoints.save(step, state, batches.get_state())
     checkpoints.wait()
-    return state, interrupts.requested
+    return state, interrupts.agreed()
 
 
 def _evaluation_line(

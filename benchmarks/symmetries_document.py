@@ -146,14 +146,13 @@ def cost() -> str:
             continue
         record = load()[job.key]
         cases = record.values() if job.model == "recovery" else [record]
-        used = sum(case.get("processor_seconds", np.nan) for case in cases)
+        used = sum(case["processor_seconds"] for case in cases)
         seconds.setdefault(job.model.rsplit(", d = ", 1)[0], []).append(used)
     rows, total = [], 0.0
     for name, used in seconds.items():
-        # A fit whose seconds were not recorded counts as the median of its kind.
-        minutes = np.nan_to_num(used, nan=np.nanmedian(used)).sum() / 60
+        minutes = sum(used) / 60
         total += minutes
-        rows.append([name, str(len(used)), f"{np.nanmedian(used):.0f}", f"{minutes:.1f}"])
+        rows.append([name, str(len(used)), f"{np.median(used):.0f}", f"{minutes:.1f}"])
     rows.append(["all", str(sum(map(len, seconds.values()))), "", f"{total:.1f}"])
     return markdown_table(["fits", "number", "seconds of one", "minutes of all"], rows)
 

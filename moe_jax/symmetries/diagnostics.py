@@ -19,7 +19,8 @@ def group_defect(
     """Largest ||M(s + t) z - M(s) M(t) z|| / ||M(s + t) z|| with the gate of z kept throughout.
 
     0 up to rounding for `algebra`; for `output`, about s t Var_pi(A): a mean of group elements is
-    no group element.
+    no group element. Times are in the data's unit, z is latent. Exponents are clipped at 8 and at
+    -30, where the law ends.
     """
     weights = level_gate(variables["params"], model.config, z)
     return _two_steps(model, variables, z, s, t, lambda _: weights)
@@ -51,10 +52,13 @@ def equivariance_defect(
 def casimir_drift(
     model: LatentMoS, variables: Any, z: Float[Array, "states d"], time: float
 ) -> float:
-    """Largest relative change of the group's invariants |zeta_j|^2 over a time, gate kept."""
+    """Largest relative change of |zeta_j|^2, the group's invariants, over a time, gate kept.
+
+    The time is in the data's unit, z is latent.
+    """
     params, config = variables["params"], model.config
     weights = level_gate(params, config, z)
-    moved = move(params, config, z, weights, jnp.full(z.shape[:-1], time, z.dtype))
+    moved = move(params, config, z, weights, _spans(variables, z, time))
     before, after = (np.asarray(invariants(each, config), np.float64) for each in (z, moved))
     if config.log_invariants:
         before, after = (np.sign(each) * np.expm1(np.abs(each)) for each in (before, after))
@@ -104,11 +108,17 @@ def _two_steps(
     params, config = variables["params"], model.config
 
     def moved(z: Array, weights: Array, time: float) -> Array:
-        return move(params, config, z, weights, jnp.full(z.shape[:-1], time, z.dtype))
+        return move(params, config, z, weights, _spans(variables, z, time))
 
     whole = moved(z, ask(z), s + t)
     half = moved(z, ask(z), t)
     return _relative(np.asarray(whole - moved(half, ask(half), s)), np.asarray(whole))
+
+
+def _spans(variables: Any, z: Array, time: float) -> Array:
+    """An original time for every state, in the rescaled unit."""
+    unit = variables["scales"]["scales"].time_unit
+    return jnp.broadcast_to(jnp.asarray(time, z.dtype) / unit, z.shape[:-1])
 
 
 def _relative(error: np.ndarray, scale: np.ndarray) -> float:

@@ -291,7 +291,7 @@ def test_diagnostics_of_a_flow(result):
     z = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)
     arguments = result.model, result.variables, z
     assert group_defect(*arguments, 0.5, 1.0) < 1e-5
-    sigma = np.asarray(result.variables["params"]["level_0"]["generators"]["sigma"])
+    sigma = np.asarray(spectrum(result.model, result.variables)).real
     drift = casimir_drift(*arguments, 1.0)
     # Growth exp(2 sigma t) of a squared radius, at most that of the fastest expert.
     assert 0 < drift <= np.max(np.abs(np.expm1(2 * sigma))) + 1e-5

@@ -29,6 +29,18 @@ CAUSAL = {
 }
 
 
+FAR = dataclasses.replace(SMALL, max_horizon=100.0, input_dim=1)
+find_neighbours = jax.jit(locate, static_argnames="anchors", **COMPILER)
+find_coarse = jax.jit(level_anchors, static_argnames=("stride", "causal"), **COMPILER)
+find_means = jax.jit(segment_means, **COMPILER)
+
+
+@functools.partial(jax.jit, **COMPILER)
+def scales_of(batch):
+    """Scales of a batch whose times are relative."""
+    return measure_scales(as_arrays(batch))
+
+
 def data(seed=0, rows=ROWS):
     rng = np.random.default_rng(seed)
     times = np.sort(rng.uniform(0, 10, (rows, TIMES)), axis=1)
@@ -41,8 +53,8 @@ def data(seed=0, rows=ROWS):
 @functools.cache
 def variables_of(config):
     """Parameters that are far from their first values, and the scales of the example."""
-    batch = as_arrays(data()[0])
-    scales = measure_scales(dataclasses.replace(batch, times=batch.times - batch.times[:, :1]))
+    batch = data()[0]
+    scales = scales_of(dataclasses.replace(batch, times=batch.times - batch.times[:, :1]))
     params = jax.jit(init_params, static_argnums=1, **COMPILER)(jax.random.key(0), config, scales)
     return {"params": params, "scales": {"scales": scales}}
 
@@ -179,8 +191,9 @@ def test_a_change_of_the_time_unit_changes_nothing():  # P10; latent_ode#12
 def test_scales_are_those_of_the_data():
     times = np.array([[0.0, 2.0, 2.0, 6.0], [10.0, 13.0, NAN, NAN]])
     values = np.array([[[1.0, 4.0]] * 4, [[3.0, 4.0]] * 4])
-    batch = as_arrays(IrregularBatch(times=times, values=values, lengths=np.array([4, 2])))
-    scales = measure_scales(dataclasses.replace(batch, times=batch.times - batch.times[:, :1]))
+    scales = scales_of(
+        IrregularBatch(times=times - times[:, :1], values=values, lengths=np.array([4, 2]))
+    )
     # Positive gaps 2, 4, 3; channel 0 holds 1, 1, 1, 1, 3, 3; channel 1 is constant.
     assert float(scales.time_unit) == 30.0
     assert float(scales.window) == pytest.approx(6.0 / 30.0)
@@ -191,16 +204,15 @@ def test_scales_are_those_of_the_data():
 @pytest.mark.parametrize("factor", [1e-30, 1e-12, 1e18, 1e30])
 def test_a_change_of_the_values_unit_changes_only_the_unit(factor):
     batch, query = data()
-    scaled = as_arrays(dataclasses.replace(batch, values=batch.values * factor))
-    scales = measure_scales(scaled)
-    expected = measure_scales(as_arrays(batch))
+    scales = scales_of(dataclasses.replace(batch, values=batch.values * factor))
+    expected = scales_of(batch)
     np.testing.assert_allclose(scales.std / factor, expected.std, rtol=1e-5)
     np.testing.assert_allclose(scales.mean / factor, expected.mean, rtol=1e-4)
 
 
 def test_a_single_time_has_scales():
-    batch = as_arrays(IrregularBatch(times=np.zeros((2, 1)), values=np.ones((2, 1, 1))))
-    assert [float(x) for x in measure_scales(batch)[2:]] == [1.0, 1.0]
+    batch = IrregularBatch(times=np.zeros((2, 1)), values=np.ones((2, 1, 1)))
+    assert [float(x) for x in scales_of(batch)[2:]] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("field", ["times", "values"])
@@ -278,9 +290,9 @@ def test_a_channel_that_is_never_seen_is_answered_all_the_same():  # PyDMD#481, 
 
 def test_far_queries_are_finite_and_flagged():
     batch, query = data()
-    near = dataclasses.replace(SMALL, max_horizon=100.0)
+    batch = dataclasses.replace(batch, inputs=np.zeros((ROWS, TIMES, 1)))
     query[:, 0], query[:, 1], query[:, 2] = 109.0, 111.0, -1e30
-    output = answer(near, dataclasses.replace(batch, lengths=None), query)
+    output = answer(FAR, dataclasses.replace(batch, lengths=LENGTHS * 0 + TIMES), query)
     first, last = batch.times[:, 0], batch.times[:, -1]
     assert np.isfinite(output.mean).all()
     np.testing.assert_array_equal(output.valid[:, 0], 109.0 - last <= 100.0)
@@ -351,7 +363,7 @@ def test_neighbours_of_queries():
     times = jnp.array([[0.0, 2.0, 4.0, 6.0, jnp.inf]])
     is_anchor = jnp.array([[True, True, False, True, False]])
     query = jnp.array([[-1.0, 0.0, 3.0, 5.0, 6.0, 7.0]])
-    local = locate(times, is_anchor, query)
+    local = find_neighbours(times, is_anchor, query)
     np.testing.assert_array_equal(local.place[0, 1:4], [[0, 1], [1, 3], [1, 3]])
     np.testing.assert_allclose(
         local.weight[0], [[0, 1], [1, 0], [0.75, 0.25], [0.25, 0.75], [1, 0], [1, 0]]
@@ -359,27 +371,27 @@ def test_neighbours_of_queries():
     np.testing.assert_array_equal(local.span[0, 3], [3.0, -1.0])
     assert float(local.span[0, 0, 1]) == -1.0
     np.testing.assert_array_equal(local.outside[0], [1, 0, 0, 0, 0, 1])
-    last = locate(times, is_anchor, query, anchors="last")
+    last = find_neighbours(times, is_anchor, query, anchors="last")
     np.testing.assert_array_equal(last.weight[0], [[0, 1]] + [[1, 0]] * 5)
-    first = locate(times, is_anchor, query, anchors="initial")
+    first = find_neighbours(times, is_anchor, query, anchors="initial")
     np.testing.assert_array_equal(first.span[0, :, 0], query[0])
-    nothing = locate(times, jnp.zeros((1, 5), bool), query)
+    nothing = find_neighbours(times, jnp.zeros((1, 5), bool), query)
     assert np.isfinite(nothing.span).all() and (np.asarray(nothing.weight) == 0).all()
 
 
 def test_coarse_anchors_are_counted_from_the_last_observation():
     is_anchor = jnp.array([[True, True, False, True, True, True, False]])
-    coarse = level_anchors(is_anchor, 2)
+    coarse = find_coarse(is_anchor, 2)
     np.testing.assert_array_equal(coarse[0], [True, False, False, True, False, True, False])
-    causal = level_anchors(is_anchor, 2, causal=True)
+    causal = find_coarse(is_anchor, 2, causal=True)
     np.testing.assert_array_equal(causal[0], [True, False, False, True, False, True, False])
     h = jnp.array([1.0, 2.0, 100.0, 4.0, 8.0, 16.0, 100.0])[None, :, None]
-    means = segment_means(h, is_anchor, coarse)[0, :, 0]
+    means = find_means(h, is_anchor, coarse)[0, :, 0]
     # Segments {1}, {2, 4}, {8, 16}.
     np.testing.assert_allclose(means[np.array([0, 3, 5])], [1.0, 3.0, 12.0])
-    four = level_anchors(is_anchor, 4)
+    four = find_coarse(is_anchor, 4)
     np.testing.assert_array_equal(np.flatnonzero(four[0]), [0, 5])
-    assert np.flatnonzero(level_anchors(is_anchor, 4, causal=True)[0]).tolist() == [0, 5]
+    assert np.flatnonzero(find_coarse(is_anchor, 4, causal=True)[0]).tolist() == [0, 5]
 
 
 def test_every_level_answers_and_the_last_observation_is_on_all():
@@ -416,10 +428,14 @@ def test_channels_may_have_intervals_of_their_own():
     batch, query = data()
     variables = variables_of(SMALL)
     actual = answer(both, batch, query, variables).mean
+    nodes, weights = np.polynomial.legendre.leggauss(3)  # of the library's quadrature
     for channel, length in enumerate((0.5, 1.5)):
-        single = dataclasses.replace(both, interval=(length,))
-        expected = answer(single, batch, query, variables).mean
-        np.testing.assert_allclose(actual[..., channel], expected[..., channel], atol=1e-5)
+        points = [
+            answer(SMALL, batch, query + length * (node + 1) / 2, variables).mean[..., channel]
+            for node in nodes
+        ]
+        expected = np.einsum("prq,p->rq", np.stack(points), weights / 2)
+        np.testing.assert_allclose(actual[..., channel], expected, atol=1e-5)
 
 
 def test_noise_levels_divergence_and_hiding():
@@ -442,12 +458,11 @@ def test_noise_levels_divergence_and_hiding():
 
 
 def test_exogenous_inputs_reach_the_answer():  # pysindy#426, #605
-    config = dataclasses.replace(SMALL, input_dim=1)
     batch, query = data()
     inputs = np.zeros((ROWS, TIMES, 1))
-    plain = answer(config, dataclasses.replace(batch, inputs=inputs), query).mean
+    plain = answer(FAR, dataclasses.replace(batch, inputs=inputs), query).mean
     inputs[0, 2] = 3.0
-    driven = answer(config, dataclasses.replace(batch, inputs=inputs), query).mean
+    driven = answer(FAR, dataclasses.replace(batch, inputs=inputs), query).mean
     assert np.abs(driven[0] - plain[0]).max() > 1e-4
     np.testing.assert_array_equal(driven[1:], plain[1:])
 

@@ -32,15 +32,20 @@ def heun(field, z, span, steps=400):
     return jax.lax.fori_loop(0, steps, step, z)
 
 
+@functools.partial(jax.jit, **COMPILER)
+def context_of(batch):
+    batch = as_arrays(batch)
+    scales = measure_scales(batch)
+    return scales, make_context(batch, scales)
+
+
 @pytest.mark.parametrize("name", ["anchored neural ODE", "Latent ODE"])
 def test_answers_are_those_of_fine_solves(name):
     rng = np.random.default_rng(0)
     times = np.sort(rng.uniform(0, 3, (ROWS, TIMES)), axis=1)
     values = rng.normal(size=(ROWS, TIMES, 2))
     values[0, 0], values[1, -1], values[2, 2:4] = np.nan, np.nan, np.nan
-    batch = as_arrays(IrregularBatch(times=times - times[:, :1], values=values))
-    scales = measure_scales(batch)
-    context = make_context(batch, scales)
+    scales, context = context_of(IrregularBatch(times=times - times[:, :1], values=values))
     config = dataclasses.replace(neural_config(name, 2, 4), hidden=6, decoder_hidden=6)
     params = jax.jit(init_neural, static_argnums=1, **COMPILER)(jax.random.key(1), config)
     lowest = 0.0 if name == "anchored neural ODE" else 1.0

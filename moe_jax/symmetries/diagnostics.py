@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -22,7 +23,7 @@ def group_defect(
     no group element. Times are in the data's unit, z is latent. Exponents are clipped at 8 and at
     -30, where the law ends.
     """
-    weights = level_gate(variables["params"], model.config, z)
+    weights = _gate(variables["params"], model.config, z)
     return _two_steps(model, variables, z, s, t, lambda _: weights)
 
 
@@ -30,7 +31,7 @@ def composition_defect(
     model: LatentMoS, variables: Any, z: Float[Array, "states d"], s: float, t: float
 ) -> float:
     """The same with the gate asked anew after t: whether the whole cell is a flow."""
-    ask = lambda z: level_gate(variables["params"], model.config, z)  # noqa: E731
+    ask = lambda z: _gate(variables["params"], model.config, z)  # noqa: E731
     return _two_steps(model, variables, z, s, t, ask)
 
 
@@ -57,8 +58,7 @@ def casimir_drift(
     The time is in the data's unit, z is latent.
     """
     params, config = variables["params"], model.config
-    weights = level_gate(params, config, z)
-    moved = move(params, config, z, weights, _spans(variables, z, time))
+    moved = _move(params, config, z, _gate(params, config, z), _spans(variables, z, time))
     before, after = (np.asarray(invariants(each, config), np.float64) for each in (z, moved))
     if config.log_invariants:
         before, after = (np.sign(each) * np.expm1(np.abs(each)) for each in (before, after))
@@ -108,11 +108,15 @@ def _two_steps(
     params, config = variables["params"], model.config
 
     def moved(z: Array, weights: Array, time: float) -> Array:
-        return move(params, config, z, weights, _spans(variables, z, time))
+        return _move(params, config, z, weights, _spans(variables, z, time))
 
     whole = moved(z, ask(z), s + t)
     half = moved(z, ask(z), t)
     return _relative(np.asarray(whole - moved(half, ask(half), s)), np.asarray(whole))
+
+
+_gate = jax.jit(level_gate, static_argnums=1)
+_move = jax.jit(move, static_argnums=1)
 
 
 def _spans(variables: Any, z: Array, time: float) -> Array:

@@ -9,11 +9,10 @@ import os
 import signal
 import sys
 
-if (
-    "moe_jax.language.main" in sys.orig_argv
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
-    # The program's imports take seconds, in which Ctrl-C would print where it struck. The program
+if {"moe_jax.language.main", "moe_jax.language.decode"} & {*sys.orig_argv} and signal.getsignal(
+    signal.SIGINT
+) is signal.default_int_handler:
+    # The programs' imports take seconds, in which Ctrl-C would print where it struck. A program
     # itself is imported last, so that it cannot see to this.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
 

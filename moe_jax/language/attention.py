@@ -8,6 +8,8 @@ from jaxtyping import Array, Float, Int
 from moe_jax.core.experts import matmul
 from moe_jax.language.config import LanguageModelConfig
 
+CACHE = "cache"
+"""Collection of the keys and values of earlier tokens."""
 MIN_BLOCK = 128
 MAX_BLOCKS = 8
 HIDDEN = -1e30
@@ -151,6 +153,32 @@ def _product(subscripts: str, left: Array, right: Array) -> Array:
     return jnp.einsum(subscripts, left, right, preferred_element_type=jnp.float32)
 
 
+def cached_attention(
+    query: Float[Array, "batch length heads head"],
+    keys: Float[Array, "batch kv_heads slots head"],
+    values: Float[Array, "batch kv_heads slots head"],
+    positions: Int[Array, "batch length"],
+) -> Float[Array, "batch length heads head"]:
+    """softmax(q k^T / sqrt(head)) v over the slots up to each query's own position.
+
+    The key of a row's token at position p stands in slot p; what later slots hold is not seen.
+    Scores and softmax are float32; the result has the type of `query`.
+    """
+    batch, length, num_heads, head_dim = query.shape
+    groups, slots = keys.shape[1:3]
+    query = (query.astype(jnp.float32) * jnp.float32(head_dim) ** -0.5).astype(query.dtype)
+    query = query.reshape(batch, length, groups, -1, head_dim)
+    # One product a head of keys, of all its queries at once.
+    query = jnp.einsum("blgrh->bgrlh", query).reshape(batch, groups, -1, head_dim)
+    scores = _product("bgqh,bgkh->bgqk", query, keys).reshape(batch, groups, -1, length, slots)
+    visible = jnp.arange(slots, dtype=jnp.int32)[None, None] <= positions[:, :, None]
+    weight = jax.nn.softmax(jnp.where(visible[:, None, None], scores, HIDDEN))
+    weight = weight.astype(values.dtype).reshape(batch, groups, -1, slots)
+    out = _product("bgqk,bgkh->bgqh", weight, values).astype(query.dtype)
+    out = jnp.einsum("bgrlh->blgrh", out.reshape(batch, groups, -1, length, head_dim))
+    return out.reshape(batch, length, num_heads, head_dim)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale over the last axis, in float32 (arXiv 1910.07467)."""
 
@@ -171,6 +199,10 @@ class Attention(nn.Module):
 
     Parameters, float32: `query` [model, heads * head], `key` and `value` [model, kv_heads * head],
     `out` [heads * head, model], and the scales of the query and key norms.
+
+    Where collection `cache` is mutable, keys and values [batch, kv_heads, slots, head] are kept
+    there: made from the tokens at hand if there are none yet, else extended at their positions and
+    attended to. See `moe_jax.language.cache`.
     """
 
     config: LanguageModelConfig
@@ -201,9 +233,37 @@ class Attention(nn.Module):
             key = RMSNorm(dtype=dtype, name="key_norm")(key)
         query = rotate(query, positions, config.rope_base)
         key = rotate(key, positions, config.rope_base)
-        out = causal_attention(query, key, value, segment_ids).reshape(batch, length, -1)
+        if self.is_mutable_collection(CACHE) and not self.is_initializing():
+            out = self._attend_cached(query, key, value, segment_ids, positions)
+        else:
+            out = causal_attention(query, key, value, segment_ids)
+        out = out.reshape(batch, length, -1)
         # Residual branches start small, so that the stream's variance does not grow with depth.
         scale = 1.0 / (2.0 * config.num_layers)
         initializer = nn.initializers.variance_scaling(scale, "fan_in", "truncated_normal")
         kernel = self.param("out", initializer, (out.shape[-1], model_dim), jnp.float32)
         return matmul(out, kernel.astype(dtype))
+
+    def _attend_cached(
+        self, query: Array, key: Array, value: Array, segment_ids: Array, positions: Array
+    ) -> Array:
+        new = {"key": jnp.swapaxes(key, 1, 2), "value": jnp.swapaxes(value, 1, 2)}
+        if not self.has_variable(CACHE, "key"):
+            for name, rows in new.items():
+                self.put_variable(CACHE, name, rows)
+            return causal_attention(query, key, value, segment_ids)
+        whole = {}
+        for name, rows in new.items():
+            kept: Array = self.get_variable(CACHE, name)
+            whole[name] = _write_rows(kept, rows, positions[:, 0])
+            self.put_variable(CACHE, name, whole[name])
+        return cached_attention(query, whole["key"], whole["value"], positions)
+
+
+def _write_rows(kept: Array, rows: Array, first: Array) -> Array:
+    """Rows [batch, kv_heads, length, head] into the slots from `first` [batch] on."""
+
+    def write(kept: Array, rows: Array, first: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(kept, rows, first, axis=1)
+
+    return jax.vmap(write)(kept, rows, first)

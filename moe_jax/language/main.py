@@ -260,13 +260,12 @@ def _print_sample(
 ) -> None:
     prompt = settings.sample.prompt
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
-    new = generate(
+    (new,) = generate(
         jax.random.key(settings.seed),
         model,
         variables_of(state),
-        ids,
+        [ids],
         settings.sample.num_tokens,
-        context_length=settings.data.sequence_length,
         temperature=settings.sample.temperature,
         stop=tokenizer.eos_id,
     )

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core import FeedForward, Routing, SparseMoE
 from moe_jax.core.gates import STATE
-from moe_jax.language.attention import Attention, RMSNorm
+from moe_jax.language.attention import CACHE, Attention, RMSNorm
 from moe_jax.language.config import LanguageModelConfig
 from moe_jax.sharding import ExpertParallel, constrain
 
@@ -215,7 +215,7 @@ def layer_runs(kinds: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
 def _repeated(repeats: int, scan: bool) -> type[nn.Module]:
     return nn.scan(
         Period,
-        variable_axes={"params": 0, STATE: 0},
+        variable_axes={"params": 0, STATE: 0, CACHE: 0},
         split_rngs={"params": True, "router": True, "dropout": True},
         in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),
         length=repeats,

@@ -77,12 +77,10 @@ def test_variables_are_those_of_the_step_asked_for(workdir, step, found):
 
 
 def test_loaded_model_scores_and_continues(workdir):
-    model, variables, tokenizer, length, _ = load_language_model(str(workdir))
+    model, variables, tokenizer, *_ = load_language_model(str(workdir))
     logits, routing = model.apply(variables, TOKENS)
     assert logits.shape == (1, 12, tokenizer.vocab_size) and routing.load_balance_loss.shape == (1,)
-    new = generate(
-        jax.random.key(0), model, variables, tokenizer.encode("ab"), 3, context_length=length
-    )
+    (new,) = generate(jax.random.key(0), model, variables, [tokenizer.encode("ab")], 3)
     assert len(new) == 3
 
 

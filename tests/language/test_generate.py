@@ -1,7 +1,10 @@
 """Generation against the whole model run anew for every token."""
 
+import ast
 import dataclasses
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -182,3 +185,11 @@ def test_prompts_of_another_kind_are_refused(prompts):
 def test_impossible_request_is_named(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         continuation(prompts, **options)
+
+
+def test_the_example_of_the_documentation_runs(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "decoding.md").read_text()
+    with jax.numpy_dtype_promotion("standard"):
+        exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], {})
+    rows = ast.literal_eval(capsys.readouterr().out)
+    assert len(rows) == 3 and all(len(row) <= 10 and 0 not in row for row in rows)
